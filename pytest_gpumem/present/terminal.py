@@ -1,0 +1,129 @@
+"""Tables and messages for the terminal, narrow enough for a phone (60 columns)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from pytest_gpumem.budget import Budget
+from pytest_gpumem.categories import CATEGORIES
+from pytest_gpumem.report import RankReport
+from pytest_gpumem.results import TestResult
+from pytest_gpumem.units import change, gib, human
+
+
+def title(result: TestResult) -> str:
+    """ "virtual A100-40GB x 8, fsdp, rank 0"."""
+    where = result.environment
+    ranks = ", ".join(str(rank.report.rank) for rank in result.ranks)
+    world = f" x {where.world_size}, {where.strategy}, rank{'s' if len(result.ranks) > 1 else ''} {ranks}"
+    return f"{where.source} {where.gpu}" + (world if where.world_size > 1 or where.strategy != "single" else "")
+
+
+def failure(result: TestResult) -> str:
+    """The message of a test whose checks failed: each failed check, then the tables."""
+    failed = result.failed
+    of = f" of {len(result.verdicts)}" if len(result.verdicts) > len(failed) else ""
+    lines = [f"gpumem: {len(failed)}{of} check{'s' if len(result.verdicts) > 1 else ''} failed on {title(result)}", ""]
+    for verdict in failed:
+        head, *rest = verdict.message.splitlines()
+        lines += [f"FAILED {verdict.name}: {head}", *(f"  {line}" for line in rest), ""]
+    lines += [f"passed {verdict.name}: {verdict.message}" for verdict in result.verdicts if verdict.passed]
+    if any(verdict.name == "measured" for verdict in failed):
+        return "\n".join(lines).rstrip()
+    return "\n".join(lines).rstrip() + "\n\n" + tables(result)
+
+
+def tables(result: TestResult) -> str:
+    """The category table, and the budget's terms where a model was seen; then what the figures rest on."""
+    parts = [category_table(result)]
+    if result.budget.n_local:
+        parts.append(budget_table(result.budget, result.worst))
+    parts += [f"assumed: {assumption}" for assumption in result.assumptions]
+    return "\n\n".join(parts)
+
+
+def category_table(result: TestResult) -> str:
+    """Categories of the worst rank: against the baseline where there is one, else at the peak and each one's own peak."""
+    report = result.worst
+    shown = [c for c in CATEGORIES if report.category_peaks[c] or (result.baseline and result.baseline.categories.get(c))]
+    if result.baseline is not None:
+        stored = result.baseline
+        rows = [_compared(c, stored.categories.get(c, 0), report.category_peaks[c]) for c in shown]
+        rows.append(_compared("all, at the peak", stored.peak, report.peak_bytes[result.metric] or 0))
+        return _table(rows, ("own peak, GiB", "baseline", "now", "change"))
+    rows = [(c, gib(report.at_peak[c]), gib(report.category_peaks[c])) for c in shown]
+    rows.append(("all", gib(report.allocated), ""))
+    return _table(rows, ("GiB", "at peak", "own peak"))
+
+
+def _compared(name: str, was: int, now: int) -> tuple[str, ...]:
+    return name, gib(was), gib(now), "" if now == was else change(now - was)
+
+
+def budget_table(budget: Budget, report: RankReport) -> str:
+    """Every term of the budget beside its measured value, in GiB and in N of this rank."""
+
+    def in_n(nbytes: int) -> str:
+        return f"{nbytes / budget.n_local:.2f}"
+
+    unit = "N" if budget.shards == 1 else f"N/{budget.shards}"
+    rows = [
+        (term.name, "" if term.expected is None else gib(term.expected), gib(term.measured), in_n(term.measured))
+        for term in budget.terms
+        if term.measured or term.expected
+    ]
+    states = sum(1 for term in budget.terms if term.in_budget and (term.measured or term.expected))
+    expected = "" if budget.per_n is None else gib(int(budget.per_n * budget.n_local) + budget.frozen_bytes)
+    rows.insert(states, ("= model states", expected, gib(budget.measured_bytes), in_n(budget.measured_bytes)))
+    requested = report.peak_bytes["requested"] or 0
+    rows.append(("peak", "", gib(requested), in_n(requested)))
+    notes = [f"{term.name}: {term.note}" for term in budget.terms if term.note and (term.measured or term.expected)]
+    head = f"{unit} = {human(budget.n_local)}; own peaks in requested bytes, so they do not add up to the peak"
+    return "\n".join([head, _table(rows, ("GiB", "by rule", "measured", f"in {unit}")), *notes])
+
+
+def out_of_memory(report: RankReport) -> str:
+    """What held the memory when an allocation did not fit."""
+    oom = report.out_of_memory
+    if oom is None:
+        return ""
+    step = f"step {oom.step}, " if oom.step is not None else ""
+    rows = [(category, gib(nbytes)) for category, nbytes in oom.composition.items() if nbytes]
+    rows.append(("all", gib(oom.allocated)))
+    head = f"out of memory in {step}phase {oom.phase}, rank {report.rank}: {human(oom.requested)} more did not fit beside"
+    return head + "\n" + _table(rows, ("category", "GiB"))
+
+
+def summary(results: Sequence[TestResult]) -> str:
+    """One row a test, for the end of the run."""
+    rows = []
+    for result in results:
+        budget = result.budget
+        states = f"{budget.measured_bytes / budget.n_bytes * budget.shards:.2f}N" if budget.n_bytes else ""
+        verdict = result.outcome if not result.failed else "FAILED " + ", ".join(v.name for v in result.failed)
+        if result.worst.out_of_memory is not None:
+            verdict += " (OOM)"
+        name = result.nodeid.partition("::")[2]
+        where = f"{result.environment.gpu} x {result.environment.world_size} {result.environment.strategy}"
+        rows.append((f"{name}\n  {where}", gib(result.worst.allocated), states, verdict))
+    return _table(rows, ("test", "peak GiB", "states", ""))
+
+
+def updates(rows: Sequence[tuple[str, str, dict[str, int], dict[str, int]]]) -> str:
+    """What an update stored: (test, environment, old sizes by name, new sizes by name)."""
+    parts = []
+    for nodeid, environment, old, new in rows:
+        lines = [
+            (name, gib(old[name]) if name in old else "-", gib(size), "new" if name not in old else change(size - old[name]))
+            for name, size in new.items()
+            if size or old.get(name)
+        ]
+        parts.append(f"{nodeid}\n{environment}\n" + _table(lines, ("GiB", "old", "new", "change")))
+    return "\n\n".join(parts)
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    align = ("left", *("right" for _ in headers[1:]))
+    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=align if rows else None)

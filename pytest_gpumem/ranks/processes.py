@@ -1,0 +1,43 @@
+"""Ending process groups, and ties between a process and its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a child process has ended; it stays a zombie, so that its number and its group's stay taken.
+
+    Not on macOS with Python < 3.13, nor on Windows.
+    """
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def kill_group(pid: int) -> None:
+    """Kill the group that ``pid`` leads, and ``pid`` itself if it has not made its group yet."""
+    if not hasattr(os, "killpg"):
+        os.kill(pid, signal.SIGTERM)
+        return
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when ``parent`` ends (Linux; elsewhere nothing happens)."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
