@@ -27,14 +27,36 @@ from pytest_gpumem.categories import (
     TEMPORARIES,
     WORKSPACE,
 )
-from pytest_gpumem.trace import BACKWARD, FORWARD, OPTIMIZER, Alloc, Free, MemoryTrace, OutOfMemory, Own, Phase, Recompute
+from pytest_gpumem.trace import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Alloc,
+    Free,
+    MemoryTrace,
+    OutOfMemory,
+    Own,
+    Phase,
+    Recompute,
+)
 
 # The first wins. A gradient is one wherever it lives (in a DDP bucket, in a reduce-scatter output); a gathered parameter
 # is communication although the module points at it as its parameter.
 _PRIORITY = {
     category: rank
     for rank, category in enumerate(
-        (GRADIENTS, COMMUNICATION, PARAMETERS, OPTIMIZER_STATE, BUFFERS, INPUTS, WORKSPACE, ACTIVATIONS, TEMPORARIES, OTHER)
+        (
+            GRADIENTS,
+            COMMUNICATION,
+            PARAMETERS,
+            OPTIMIZER_STATE,
+            BUFFERS,
+            INPUTS,
+            WORKSPACE,
+            ACTIVATIONS,
+            TEMPORARIES,
+            OTHER,
+        )
     )
 }
 _AUTOMATIC = (FORWARD, BACKWARD, OPTIMIZER)

@@ -198,7 +198,15 @@ def _line(text: str, *keys: str) -> int:
     return text.count("\n", 0, at) + 1
 
 
-_FIELDS = {"peak": int, "categories": dict, "at_peak": dict, "metric": str, "aggregation": str, "allocator": str, "versions": dict}
+_FIELDS = {
+    "peak": int,
+    "categories": dict,
+    "at_peak": dict,
+    "metric": str,
+    "aggregation": str,
+    "allocator": str,
+    "versions": dict,
+}
 
 
 def _check_entry(entry: Any, where: str) -> None:

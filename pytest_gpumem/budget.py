@@ -16,7 +16,17 @@ from pytest_gpumem.report import RankReport
 from pytest_gpumem.trace import MemoryTrace, OptimizerInfo
 
 # State tensors of the parameter's own shape and dtype, from each optimizer's `_init_group` in torch/optim.
-_STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "SGD": 0, "RMSprop": 1}
+_STATES = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "SGD": 0,
+    "RMSprop": 1,
+}
 _ADAM = ("Adam", "AdamW")
 
 

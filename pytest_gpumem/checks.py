@@ -48,7 +48,9 @@ class Measured:
         return max(self.budgets, key=lambda budget: budget.measured_bytes)
 
 
-def run_checks(settings: Settings, measured: Measured, baseline: Baseline | None, compare: bool, how: str) -> list[Verdict]:
+def run_checks(
+    settings: Settings, measured: Measured, baseline: Baseline | None, compare: bool, how: str
+) -> list[Verdict]:
     """All verdicts. `baseline` is the stored one, if any; `compare` is false while baselines are being updated.
 
     `how` is the command that records or accepts the figures.

@@ -166,7 +166,9 @@ class GpuMem:
                 (value / accumulate if accumulate > 1 else value).backward()
                 del value
         if not any(parameter.grad is not None for parameter in model.parameters()):
-            raise TrainingError(f"step {index}: no parameter of the model got a gradient; the loss does not depend on them")
+            raise TrainingError(
+                f"step {index}: no parameter of the model got a gradient; the loss does not depend on them"
+            )
         optimizer.step()
         if self._recorder.steps_of_optimizers == stepped:
             raise TrainingError(
@@ -205,7 +207,7 @@ class GpuMem:
 
         Raises TrainingError after a turn that called no backward, and after a loop in which no optimizer stepped.
         """
-        if isinstance(over, bool) or not (isinstance(over, int) or isinstance(over, Iterable)):
+        if isinstance(over, bool) or not (isinstance(over, (int, Iterable))):
             raise TypeError(f"steps: expected a number or an iterable of batches, got {type(over).__name__}")
         if isinstance(over, int) and over < 1:
             raise ValueError(f"steps: {over} steps measure nothing; write 1 or more")
@@ -249,10 +251,8 @@ def _batches(batch: Any) -> Iterator[Any]:
             f"batch: expected a callable that makes a batch, or an iterable of batches, got {type(batch).__name__}; "
             "write batch=lambda: my_batch"
         )
-    count = 0
-    for count, item in enumerate(batch, 1):
-        yield item
-    raise ValueError(f"batch: the iterable gave {count} batches, fewer than steps x accumulate")
+    yield from batch
+    raise ValueError("batch: the iterable ended early; it needs steps x accumulate batches")
 
 
 def _scalar_loss(model: Any, batch: Any, loss: Any) -> torch.Tensor:

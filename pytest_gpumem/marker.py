@@ -84,14 +84,14 @@ ARGUMENTS: dict[str, str] = {
     "gpu": 'the card: "A100-40GB"',
     "strategy": '"single", "ddp" or "fsdp"',
     "world_size": "how many ranks",
-    "ranks": "which ranks of a virtual world to play: 0, [0, 7] or \"all\" (default 0)",
+    "ranks": 'which ranks of a virtual world to play: 0, [0, 7] or "all" (default 0)',
     "timeout": "seconds after which the test fails",
     "isolate": "False runs the test in pytest's own process (for a debugger)",
 }
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:
-    """"; did you mean X?" or a list of what there is."""
+    """ "; did you mean X?" or a list of what there is."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
@@ -141,7 +141,7 @@ def settings_from(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> Settings:
     if values.get("strategy") == "single" and world_size > 1:
         raise MarkerError(
             f"{merged['strategy'][1]}: strategy='single' with world_size={world_size}: one of them is wrong; "
-            "a world of several ranks needs \"ddp\" or \"fsdp\""
+            'a world of several ranks needs "ddp" or "fsdp"'
         )
     return Settings(**values, ranks=ranks, named=frozenset(merged))
 

@@ -5,6 +5,8 @@ Imports torch: only processes that run a marked test get here.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import torch
@@ -47,9 +49,8 @@ class Measurement:
 
 def warm_up() -> None:
     """Import what every rank needs, once, in the process that ranks are forked from. Runs nothing and starts no thread."""
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-
+    for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"):
+        importlib.import_module(module)
     from pytest_gpumem import fixture  # noqa: F401
     from pytest_gpumem.sources.virtual import autocast, device
     from pytest_gpumem.sources.virtual.allocator import Allocator
@@ -62,8 +63,6 @@ def warm_up() -> None:
 
 def versions() -> dict[str, str]:
     """What a figure may depend on: recorded beside each baseline."""
-    import sys
-
     from pytest_gpumem import __version__
 
     found = {"pytest-gpumem": __version__, "torch": torch.__version__}

@@ -111,6 +111,7 @@ def _either(config: pytest.Config, name: str) -> str | None:
 
 def _directory(config: pytest.Config, update: str) -> Path:
     option = config.getoption("gpumem_baseline_dir")
+    directory: Path
     if option is not None:
         directory = config.invocation_params.dir / option
     else:

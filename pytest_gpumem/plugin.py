@@ -28,7 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", f"gpumem({', '.join(f'{name}=None' for name in ARGUMENTS)}): measure the test's GPU memory and check it"
+        "markers",
+        f"gpumem({', '.join(f'{name}=None' for name in ARGUMENTS)}): measure the test's GPU memory and check it",
     )
     config.stash[OPTIONS] = options.read(config)
     config.pluginmanager.register(Session(config, config.stash[OPTIONS]), "gpumem_session")

@@ -84,7 +84,8 @@ class RankReport:
     def from_json(cls, data: dict[str, Any]) -> RankReport:
         known = dict(data)
         known["steps"] = [
-            StepReport(s["index"], {n: PhaseReport(**p) for n, p in s["phases"].items()}, s["end"]) for s in data["steps"]
+            StepReport(s["index"], {n: PhaseReport(**p) for n, p in s["phases"].items()}, s["end"])
+            for s in data["steps"]
         ]
         known["phases"] = {name: PhaseReport(**phase) for name, phase in data["phases"].items()}
         if data["out_of_memory"] is not None:
@@ -150,7 +151,8 @@ class _Walk:
         self.category_requested_peaks = dict.fromkeys(CATEGORIES, 0)
         self.allocated = self.requested = self.requested_peak = self.peak = 0
         self.at_peak: dict[str, int] = {}
-        self.peak_phase, self.peak_step = BETWEEN, None
+        self.peak_phase = BETWEEN
+        self.peak_step: int | None = None
         self.model_states = dict.fromkeys(MODEL_STATES, 0)
         self.optimizer_temporaries = 0
         self.optimizer_floor = 0
@@ -174,7 +176,7 @@ class _Walk:
                 self._mark_phase(event)
             elif isinstance(event, OutOfMemory):
                 self.out_of_memory = OutOfMemoryReport(
-                    event.requested, self.allocated, self._composition(), self._phase(), self.step and self.step.index
+                    event.requested, self.allocated, self._composition(), self._phase(), self._step_index()
                 )
         for step in self.steps_of.get(len(self.trace.events), ()):
             self._mark_step(step)
@@ -203,6 +205,9 @@ class _Walk:
     def _phase(self) -> str:
         return self.open[-1][0] if self.open else BETWEEN
 
+    def _step_index(self) -> int | None:
+        return self.step.index if self.step else None
+
     def _alloc(self, event: Alloc) -> None:
         self._open_between()
         self.allocations += 1
@@ -219,7 +224,7 @@ class _Walk:
         )
         if self.allocated > self.peak:
             self.peak, self.at_peak = self.allocated, self._composition()
-            self.peak_phase, self.peak_step = self._phase(), self.step and self.step.index
+            self.peak_phase, self.peak_step = self._phase(), self._step_index()
         if category in MODEL_STATES:
             states = {name: self.requested_by_category[name] for name in MODEL_STATES}
             if sum(states.values()) > sum(self.model_states.values()):

@@ -68,7 +68,8 @@ class Session:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.is_worker:
-            self.config.workeroutput[COLLECTED] = sorted(self.collected)
+            output: dict[str, Any] = self.config.workeroutput  # type: ignore[attr-defined]  # pytest-xdist's
+            output[COLLECTED] = sorted(self.collected)
             return
         if self.config.option.collectonly:
             return
@@ -122,7 +123,9 @@ class Session:
         found = []
         for module in store.modules():
             whole = module in modules and not by_node
-            gone = directories is not None and not (self.config.rootpath / module).exists() and _below(module, directories)
+            gone = (
+                directories is not None and not (self.config.rootpath / module).exists() and _below(module, directories)
+            )
             if whole or gone:
                 found += [(module, name) for name in store.tests(module) if f"{module}::{name}" not in self.collected]
         return found

@@ -7,7 +7,6 @@ the state right after that event.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
 
 FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
 
@@ -80,7 +79,7 @@ class OutOfMemory:
     requested: int
 
 
-Event = Union[Alloc, Free, Own, Phase, Recompute, Step, OutOfMemory]
+Event = Alloc | Free | Own | Phase | Recompute | Step | OutOfMemory
 
 
 @dataclass(frozen=True, slots=True)

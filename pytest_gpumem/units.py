@@ -29,7 +29,7 @@ def parse_size(value: object, unit: int = 1) -> int:
     Raises ValueError for anything else, and for a negative or infinite size.
     """
     if isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a size; write a number or a string such as \"40 GiB\"")
+        raise ValueError(f'{value!r} is not a size; write a number or a string such as "40 GiB"')
     if isinstance(value, (int, float)):
         number, scale = float(value), unit
         if isinstance(value, int):
@@ -39,7 +39,7 @@ def parse_size(value: object, unit: int = 1) -> int:
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f"{value!r} is not a size; write a number or a string such as \"40 GiB\" or \"512 MB\"")
+            raise ValueError(f'{value!r} is not a size; write a number or a string such as "40 GiB" or "512 MB"')
         number = float(match[1])
         scale = _UNITS[match[2].lower()] if match[2] else unit
     if math.isnan(number) or math.isinf(number):

@@ -1,1 +1,3 @@
+"""What all tests of the project share."""
+
 pytest_plugins = ["pytester"]

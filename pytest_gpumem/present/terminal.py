@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from tabulate import tabulate
@@ -25,20 +26,33 @@ def failure(result: TestResult) -> str:
     """The message of a test whose checks failed: each failed check, then the tables."""
     failed = result.failed
     of = f" of {len(result.verdicts)}" if len(result.verdicts) > len(failed) else ""
-    lines = [f"gpumem: {len(failed)}{of} check{'s' if len(result.verdicts) > 1 else ''} failed on {title(result)}", ""]
+    lines = [f"gpumem: {len(failed)}{of} check{'s' if len(result.verdicts) > 1 else ''} failed", title(result), ""]
     for verdict in failed:
-        head, *rest = verdict.message.splitlines()
-        lines += [f"FAILED {verdict.name}: {head}", *(f"  {line}" for line in rest), ""]
-    lines += [f"passed {verdict.name}: {verdict.message}" for verdict in result.verdicts if verdict.passed]
+        lines += [*_wrapped(f"FAILED {verdict.name}: {verdict.message}"), ""]
+    for verdict in result.verdicts:
+        if verdict.passed:
+            lines += _wrapped(f"passed {verdict.name}: {verdict.message}")
     if any(verdict.name == "measured" for verdict in failed):
         return "\n".join(lines).rstrip()
     return "\n".join(lines).rstrip() + "\n\n" + tables(result)
 
 
+def _wrapped(message: str) -> list[str]:
+    """Lines of at most 72 columns, the further ones indented; a command is never broken."""
+    lines = []
+    for number, line in enumerate(message.splitlines()):
+        indent = "  " if number else ""
+        if "pytest " in line:
+            lines.append(indent + line.strip())
+        else:
+            lines += textwrap.wrap(line, 72, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
+    return lines
+
+
 def tables(result: TestResult) -> str:
-    """The category table, and the budget's terms where a model was seen; then what the figures rest on."""
+    """The category table, and the budget's terms where one was asked for; then what the figures rest on."""
     parts = [category_table(result)]
-    if result.budget.n_local:
+    if result.budget_text and result.budget.n_local:
         parts.append(budget_table(result.budget, result.worst))
     parts += [f"assumed: {assumption}" for assumption in result.assumptions]
     return "\n\n".join(parts)
@@ -47,7 +61,9 @@ def tables(result: TestResult) -> str:
 def category_table(result: TestResult) -> str:
     """Categories of the worst rank: against the baseline where there is one, else at the peak and each one's own peak."""
     report = result.worst
-    shown = [c for c in CATEGORIES if report.category_peaks[c] or (result.baseline and result.baseline.categories.get(c))]
+    shown = [
+        c for c in CATEGORIES if report.category_peaks[c] or (result.baseline and result.baseline.categories.get(c))
+    ]
     if result.baseline is not None:
         stored = result.baseline
         rows = [_compared(c, stored.categories.get(c, 0), report.category_peaks[c]) for c in shown]
@@ -92,7 +108,9 @@ def out_of_memory(report: RankReport) -> str:
     step = f"step {oom.step}, " if oom.step is not None else ""
     rows = [(category, gib(nbytes)) for category, nbytes in oom.composition.items() if nbytes]
     rows.append(("all", gib(oom.allocated)))
-    head = f"out of memory in {step}phase {oom.phase}, rank {report.rank}: {human(oom.requested)} more did not fit beside"
+    head = (
+        f"out of memory in {step}phase {oom.phase}, rank {report.rank}: {human(oom.requested)} more did not fit beside"
+    )
     return head + "\n" + _table(rows, ("category", "GiB"))
 
 
@@ -116,7 +134,12 @@ def updates(rows: Sequence[tuple[str, str, dict[str, int], dict[str, int]]]) -> 
     parts = []
     for nodeid, environment, old, new in rows:
         lines = [
-            (name, gib(old[name]) if name in old else "-", gib(size), "new" if name not in old else change(size - old[name]))
+            (
+                name,
+                gib(old[name]) if name in old else "-",
+                gib(size),
+                "new" if name not in old else change(size - old[name]),
+            )
             for name, size in new.items()
             if size or old.get(name)
         ]

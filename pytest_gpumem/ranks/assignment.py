@@ -12,8 +12,8 @@ import pytest
 class Assignment:
     """The part of a test that one process runs.
 
-    ``reports`` is true for the process whose TestReports stand for the test. ``other_ranks`` holds what earlier
-    processes of the same test left as results; it must be picklable.
+    ``reports`` is true for the process whose TestReports stand for the test. ``other_ranks`` holds what
+    earlier processes of the same test left as results; it must be picklable.
     """
 
     rank: int = 0

@@ -1,8 +1,8 @@
 """Inside a rank process: runs one item and sends what happened, as it happens.
 
 Messages, in the order they are sent: ``("main_thread", ident)``; for each phase ``("phase", name)`` and
-``("report", data)``; ``("warning", data)`` in between; last, one of ``("done", ending)`` and ``("error", traceback)``. A process
-that does not find its item sends ``("missing", text)`` alone.
+``("report", data)``; ``("warning", data)`` in between; last, one of ``("done", ending)`` and
+``("error", traceback)``. A process that does not find its item sends ``("missing", text)`` alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ending:
 def run_item(item: pytest.Item, assignment: Assignment, outlets: Outlets, timeout: float | None) -> None:
     """Run ``item`` as one rank and send everything to ``outlets``. Raises nothing but OSError.
 
-    ``timeout`` is in seconds; when it has passed, the tracebacks of all threads are written, and nothing else happens.
+    ``timeout`` is in seconds; when it has passed, the tracebacks of all threads are written, no more.
     """
     enter_child()
     faulthandler.enable(file=outlets.fault, all_threads=True)
@@ -59,7 +59,7 @@ def run_item(item: pytest.Item, assignment: Assignment, outlets: Outlets, timeou
     rank.active = True
     try:
         ending = _run(item)
-    except Exception:  # noqa: BLE001 - told to the pytest process, which fails the test with it
+    except Exception:
         rank.send(("error", traceback.format_exc()))
     else:
         rank.send(("done", ending))
@@ -81,7 +81,7 @@ def _run(item: pytest.Item) -> Ending:
     if left is not None or interrupted is not None:
         try:
             pytest_internals.tear_down_to(session, None)
-        except (Exception, pytest.skip.Exception, pytest.fail.Exception):  # noqa: BLE001, S110
+        except (Exception, pytest.skip.Exception, pytest.fail.Exception):
             pass  # the interruption is what is reported
     return Ending(session.shouldstop, session.shouldfail, left, interrupted)
 
@@ -156,7 +156,7 @@ def _plain_warning(recorded: warnings.WarningMessage) -> warnings.WarningMessage
     category: Any = recorded.category
     try:
         pickle.loads(pickle.dumps((message, category)))
-    except Exception:  # noqa: BLE001 - pickling runs any class's own code
+    except Exception:
         message, category = Warning(f"{category.__name__}: {message}"), Warning
     return warnings.WarningMessage(message, category, recorded.filename, recorded.lineno, line=recorded.line)
 
@@ -165,7 +165,7 @@ def picklable(value: Any) -> Any:
     """``value`` itself, or a copy in which what cannot be pickled is replaced by its repr."""
     try:
         pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - pickling runs any class's own code
+    except Exception:
         if isinstance(value, dict):
             return {key: picklable(part) for key, part in value.items()}
         if type(value) in (list, tuple):

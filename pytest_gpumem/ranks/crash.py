@@ -27,8 +27,8 @@ def describe(
 ) -> tuple[str, str]:
     """One line that says how a process died, and the whole text of the failure.
 
-    ``status`` is the exit status, negative for a signal; ``fault`` is what faulthandler wrote; ``timeout`` is the time
-    limit in seconds where that was the cause.
+    ``status`` is the exit status, negative for a signal; ``fault`` is what faulthandler wrote; ``timeout`` is
+    the time limit in seconds where that was the cause.
     """
     during = f"in the {phase} phase"
     if timeout is not None:
@@ -74,7 +74,7 @@ def _manner(status: int) -> str:
 
 
 def _frames(fault: str, thread: int | None) -> list[str]:
-    """The frames of a thread (None: of the one that met the fault), without those of pytest around the test."""
+    """The frames of a thread (None: of the one that met the fault), without those of pytest around it."""
     for match in _THREAD.finditer(fault):
         current = match.group().startswith("Current thread")
         if current if thread is None else int(match.group(1), 16) == thread:

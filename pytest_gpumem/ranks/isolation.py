@@ -37,7 +37,7 @@ def fork_is_safe() -> str | None:
 
 
 def _belongs_to_execnet(thread: threading.Thread) -> bool:
-    """Whether ``thread`` is a pytest-xdist worker's receiver: it waits for its controller and holds no lock we need."""
+    """Whether ``thread`` receives for a pytest-xdist worker: it holds no lock that a forked copy needs."""
     frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "execnet":
@@ -59,9 +59,9 @@ def _native_thread_names() -> list[str]:
 class Isolation:
     """Runs items of a session as ranks, one process at a time.
 
-    ``warm_up`` names a function, "module:function", that is called without arguments in the processes that ranks
-    come from, to import what ranks need; it must not compute anything. ``method`` is "fork", "spawn" or None for
-    fork where that is safe.
+    ``warm_up`` names a function, "module:function", that is called without arguments in the processes that
+    ranks come from, to import what ranks need; it must not compute anything. ``method`` is "fork", "spawn" or
+    None for fork where that is safe.
     """
 
     def __init__(self, session: pytest.Session, warm_up: str = "", method: str | None = None) -> None:

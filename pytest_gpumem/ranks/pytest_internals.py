@@ -40,13 +40,13 @@ def capture_method(config: pytest.Config) -> str:
 def start_fresh_capture(config: pytest.Config, stdout: int, stderr: int) -> None:
     """Replace the global capture by a new, suspended one that shares nothing with the process forked from.
 
-    With ``--capture=fd`` it writes to the given descriptors, so that the output of a process that dies can be read.
+    With ``--capture=fd`` it writes to the given descriptors, so that a dead process's output can be read.
     """
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None:
         return
     if manager._global_capturing is not None:
-        # Not stop_global_capturing(), which prints what the original process has captured and will report itself.
+        # Not stop_global_capturing(), which prints what the original process will report itself.
         manager._global_capturing.stop_capturing()
         manager._global_capturing = None
     manager.start_global_capturing()

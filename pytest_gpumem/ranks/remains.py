@@ -41,7 +41,11 @@ class Remains:
 
 @dataclass
 class RankResult:
-    """What came of one rank: its reports as far as they exist, and how its process died, if it did or timed out."""
+    """What came of one rank: its reports as far as they exist, and how its process died, if it did.
+
+    A death or a timeout is also a failed report of the phase it happened in; for a death before the teardown an
+    empty teardown report follows, as reporters wait for one.
+    """
 
     reports: list[pytest.TestReport]
     crash: str | None
@@ -52,11 +56,9 @@ def tail(file: IO[bytes]) -> str:
     size = os.fstat(file.fileno()).st_size
     file.seek(max(size - _KEPT_OUTPUT, 0))
     text = file.read().decode("utf-8", errors="replace")
-    return (
-        text
-        if size <= _KEPT_OUTPUT
-        else f"... the last {_KEPT_OUTPUT // 1024} KiB of {size // 1024} KiB:\n{text}"
-    )
+    if size <= _KEPT_OUTPUT:
+        return text
+    return f"... the last {_KEPT_OUTPUT // 1024} KiB of {size // 1024} KiB:\n{text}"
 
 
 def to_result(item: pytest.Item, remains: Remains, started: float) -> RankResult:
@@ -69,8 +71,8 @@ def to_result(item: pytest.Item, remains: Remains, started: float) -> RankResult
     try:
         for payload in wire.split(remains.messages)[0]:
             told.take(item, *pickle.loads(payload))
-    except Exception as error:  # noqa: BLE001 - unpickling runs any class's own code
-        told.error = f"What the test's process sent cannot be read here: {type(error).__name__}: {error}"
+    except Exception as error:
+        told.error = f"What the test's process sent cannot be read: {type(error).__name__}: {error}"
     if told.ending is None:
         return _died(item, remains, told, started)
     ending = told.ending
@@ -99,7 +101,7 @@ class _Told:
         elif kind == "phase":
             self.phase = value
         elif kind == "report":
-            # A process that collected the item anew does not know of suffixes that were put on its node id here.
+            # A process that collected the item anew knows of no suffix that its node id was given here.
             value["nodeid"] = item.nodeid
             config = item.config
             report = config.hook.pytest_report_from_serializable(config=config, data=value)

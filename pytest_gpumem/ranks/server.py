@@ -1,7 +1,7 @@
 """The fork server: a copy of the pytest process, taken before any test ran, that forks one process per rank.
 
-It never runs a test itself. So a rank's result does not depend on what ran before it, and no rank is forked from a
-process whose autograd engine has started its threads.
+It never runs a test itself. So a rank's result does not depend on what ran before it, and no rank is forked
+from a process whose autograd engine has started its threads.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import pytest
 from pytest_gpumem.ranks import openmp, processes, pytest_internals, wire
 from pytest_gpumem.ranks.child import Outlets, run_item
 from pytest_gpumem.ranks.remains import GRACE, Remains, tail
+
+_PATIENCE = 180.0
+"""Seconds that the server may take for all but the rank itself: warming up, forking, collecting what is left."""
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD) if hasattr(signal, "SIGHUP") else ()
 
@@ -67,11 +70,12 @@ class Server:
         return id(item) in self._index
 
     def run(self, item: pytest.Item, assignment: bytes, timeout: float | None) -> Remains:
-        """Run ``item`` in a new process. Raises ServerDied; kills the process where the wait is interrupted."""
+        """Run ``item`` in a new process, which is killed where the wait is interrupted. Raises ServerDied."""
         fd = self._socket.fileno()
         try:
             wire.send(fd, ("run", self._index[id(item)], assignment, timeout))
-            remains = self._reader.receive()
+            within = None if timeout is None else timeout + GRACE + _PATIENCE
+            remains = self._reader.receive(within)
         except OSError:
             remains = None
         except BaseException:
@@ -85,8 +89,10 @@ class Server:
     def _abort(self) -> None:
         try:
             wire.send(self._socket.fileno(), ("abort",))
-            self._reader.receive()  # each request is answered once, so that the next answer is the next request's
-        except BaseException:  # noqa: BLE001 - the interruption that led here is raised anew
+            self._reader.receive(
+                _PATIENCE
+            )  # each request has its answer: the next one must not take this one
+        except BaseException:
             self.close()
 
     def close(self) -> int | None:
@@ -164,10 +170,10 @@ class _Serving:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     getattr(importlib.import_module(module), function)()
-            except Exception:  # noqa: BLE001 - told with every test that is asked for
+            except Exception:
                 self._error = f"Warming up the fork server failed.\n\n{traceback.format_exc()}"
         openmp.end_threads()
-        # What is here stays, in this process and its children: let no collection touch, and so copy, its pages.
+        # What is here stays, here and in the children: let no collection touch, and so copy, its pages.
         gc.collect()
         gc.freeze()
 
@@ -214,7 +220,7 @@ class _Serving:
             for end in (self._control, self._woken, self._waker):
                 end.close()
             run_item(self._session.items[index], pickle.loads(assignment), outlets, timeout)
-        except BaseException:  # noqa: BLE001 - nothing may run on into the server's code
+        except BaseException:
             wire.send(outlets.messages, ("error", traceback.format_exc()))
         finally:
             os._exit(0)

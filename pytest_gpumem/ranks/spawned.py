@@ -51,7 +51,7 @@ class _Request:
 
 
 def spawn(item: pytest.Item, assignment: bytes, timeout: float | None, warm_up: str) -> Remains:
-    """Run ``item`` in a new interpreter. ``timeout`` is in seconds and counts from when the item starts to run there."""
+    """Run ``item`` in a new interpreter. ``timeout`` is in seconds, from when the item starts to run there."""
     config = item.config
     pytest_internals.flush_output(config)
     with tempfile.TemporaryDirectory(prefix="gpumem-rank-") as folder, ExitStack() as files:
@@ -60,7 +60,7 @@ def spawn(item: pytest.Item, assignment: bytes, timeout: float | None, warm_up: 
             name: files.enter_context(open(Path(folder, name), "w+b", buffering=0))
             for name in (*_FILES, _START)
         }
-        # Under fd capture nothing of the process's start belongs on the terminal; otherwise its output goes straight there.
+        # Under fd capture nothing of the process's start belongs on the terminal.
         hidden = pytest_internals.capture_method(config) == "fd"
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP.format(path=sys.path, folder=folder)],
@@ -88,7 +88,7 @@ def spawn(item: pytest.Item, assignment: bytes, timeout: float | None, warm_up: 
 
 
 def _wait(process: subprocess.Popen[bytes], messages: IO[bytes], timeout: float | None) -> bool:
-    """Wait for the process's end; true where it was killed because its time was up."""
+    """Wait for the process's end; true where its time is up before."""
     kill_at = None
     while _runs(process):
         # The item runs from the first message on; what comes before is the start of an interpreter and collection.
@@ -138,7 +138,7 @@ def main(folder: str) -> None:
         with _outlets(folder) as outlets:
             try:
                 _serve(request, outlets)
-            except BaseException:  # noqa: BLE001 - told to the pytest process
+            except BaseException:
                 wire.send(outlets.messages, ("error", traceback.format_exc()))
     finally:
         os._exit(0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import struct
+import time
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
@@ -12,7 +14,7 @@ _CHUNK = 1 << 20
 
 
 def send(fd: int, message: object) -> None:
-    """Write one message whole. Raises OSError when the other end is gone, pickling errors before any byte is sent."""
+    """Write one message whole, or nothing where it cannot be pickled. Raises OSError when the other end is gone."""
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     view = memoryview(_LENGTH.pack(len(payload)) + payload)
     while view:
@@ -37,16 +39,24 @@ def split(raw: bytes | bytearray) -> tuple[list[bytes], int]:
 
 
 class Reader:
-    """Reads messages from a blocking descriptor; an exception raised by a signal handler loses no bytes read so far."""
+    """Reads messages from a blocking descriptor; an interruption loses nothing that was read before."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._buffer = bytearray()
         self._payloads: list[bytes] = []
 
-    def receive(self) -> Any:
-        """The next message, or None where the other end is gone."""
+    def receive(self, within: float | None = None) -> Any:
+        """The next message, or None where the other end is gone.
+
+        Raises TimeoutError when it has not come whole ``within`` so many seconds.
+        """
+        deadline = None if within is None else time.monotonic() + within
         while not self._payloads:
+            if deadline is not None:
+                left = max(deadline - time.monotonic(), 0)
+                if not select.select([self._fd], [], [], left)[0]:
+                    raise TimeoutError(f"no answer within {within:g} s")
             # A large message is announced by its length, so that the buffer is not searched at every read.
             needed = 0
             if len(self._buffer) >= _LENGTH.size:

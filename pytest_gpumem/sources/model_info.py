@@ -61,7 +61,9 @@ def _units(recorder: Recorder) -> Iterator[int]:
 
     wrapped = [module for module in recorder.modules if isinstance(module, FSDPModule)]
     for module in wrapped:
-        inner = {id(p) for child in module.modules() if child is not module and child in wrapped for p in child.parameters()}
+        inner = {
+            id(p) for child in module.modules() if child is not module and child in wrapped for p in child.parameters()
+        }
         own = {id(p): p for p in module.parameters() if id(p) not in inner}
         dtype = module._get_fsdp_state()._mp_policy.param_dtype
         yield sum(p.numel() * (dtype.itemsize if dtype else p.element_size()) for p in own.values())

@@ -215,6 +215,7 @@ class Recorder:
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if self._calls and not self._interrupted:
                 return call(module, *args, **kwargs)
             self._recover()

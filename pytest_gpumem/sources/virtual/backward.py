@@ -17,7 +17,6 @@ import torch
 from pytest_gpumem.sources.virtual.patches import Patches, private
 
 
-
 class Backward:
     """Whether a backward is running, and the exception that ended it."""
 

@@ -163,12 +163,12 @@ def _patch_ddp(patches: Patches, recorder: Recorder) -> None:
         self.reducer = _ReducerWithoutRebuild(self.reducer)
         hooked = self.reducer._reducer
 
-        def all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def all_reduce(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
 
-        dist._register_comm_hook(hooked, None, all_reduce)
+        private(dist, "_register_comm_hook")(hooked, None, all_reduce)
 
     patches.set(cls, "__init__", __init__)
     patches.set(cls, "_ddp_init_helper", _ddp_init_helper)

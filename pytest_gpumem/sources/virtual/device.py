@@ -101,8 +101,6 @@ def set_stream(stream_id: int = 0, **kwargs: Any) -> None:
 class DeviceModule(types.ModuleType):
     """What torch asks of `torch.vgpu`."""
 
-    Stream, Event = Stream, Event
-
     def is_initialized(self) -> bool:
         return True
 
@@ -157,5 +155,7 @@ def register() -> None:
     global _registered
     if not _registered:
         setup = private(backend_registration, "_setup_privateuseone_for_python_backend")
-        setup(NAME, backend_module=DeviceModule(NAME))
+        module = DeviceModule(NAME)
+        module.__dict__.update(Stream=Stream, Event=Event)
+        setup(NAME, backend_module=module)
         _registered = True

@@ -49,7 +49,9 @@ class VirtualGpu:
         collectives.patch(patches, self.world, self.recorder)
         backward.patch(patches)
         self.recorder.patch(patches)
-        patches.set(torch.UntypedStorage, "resize_", hooked_resize(torch.UntypedStorage.resize_, self.recorder.storages))
+        patches.set(
+            torch.UntypedStorage, "resize_", hooked_resize(torch.UntypedStorage.resize_, self.recorder.storages)
+        )
         patches.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
         self._swap_on_conversion()
         for name, value in self.world.environment().items():
@@ -75,12 +77,13 @@ class VirtualGpu:
     def _swap_on_conversion(self) -> None:
         """`Module.to` keeps each parameter's identity, as `.data =` does on CUDA."""
         future = torch.__future__
-        self._exit.callback(
-            future.set_swap_module_params_on_conversion, future.get_swap_module_params_on_conversion()
-        )
+        self._exit.callback(future.set_swap_module_params_on_conversion, future.get_swap_module_params_on_conversion())
         future.set_swap_module_params_on_conversion(True)
 
     def _set_environment(self, name: str, value: str) -> None:
         old = os.environ.get(name)
         os.environ[name] = value
-        self._exit.callback(os.environ.pop if old is None else os.environ.__setitem__, name, *([] if old is None else [old]))
+        if old is None:
+            self._exit.callback(os.environ.pop, name, None)
+        else:
+            self._exit.callback(os.environ.__setitem__, name, old)

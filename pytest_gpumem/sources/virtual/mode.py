@@ -56,6 +56,7 @@ class VirtualMode(FakeTensorMode):
         self.on_collective: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        __tracebackhide__ = True
         if self.backward is not None and self.backward.aborted:
             return self.backward.refused
         try:
@@ -68,9 +69,8 @@ class VirtualMode(FakeTensorMode):
             raise error from None
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if any(kind is not FakeTensor and kind is not torch.Tensor for kind in types):
-            if any(not _plain(kind) for kind in types):
-                return NotImplemented  # DTensor and the like unwrap first
+        if any(kind is not FakeTensor and not _plain(kind) for kind in types):
+            return NotImplemented  # DTensor and the like unwrap first
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         device = kwargs.get("device")
@@ -125,7 +125,7 @@ class VirtualMode(FakeTensorMode):
                 self._see(item, func, from_host)
 
 
-def _plain(kind: type) -> bool:
+def _plain(kind: Any) -> bool:
     """A type without a dispatch of its own: Tensor, Parameter, Buffer, FakeTensor and their subclasses."""
     return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 

@@ -86,7 +86,7 @@ def _patch_in(patches: Patches) -> None:
             if "device" in kwargs:
                 kwargs["device"] = inner(kwargs["device"])
             if position < len(args) and isinstance(args[position], (str, torch.device)):
-                args = args[:position] + (inner(args[position]),) + args[position + 1 :]
+                args = (*args[:position], inner(args[position]), *args[position + 1 :])
             return original(*args, **kwargs)
 
         patches.set(owner, name, call)
@@ -172,7 +172,8 @@ def _patch_display(patches: Patches) -> None:
     text = torch.Tensor.__format__
 
     def format_(self: torch.Tensor, spec: str) -> str:
-        return format(self.item(), spec) if isinstance(self, FakeTensor) and self.dim() == 0 else text(self, spec)
+        fake = isinstance(self, FakeTensor) and self.dim() == 0
+        return format(self.item(), spec) if fake else str(text(self, spec))  # type: ignore[no-untyped-call]
 
     patches.set(torch.Tensor, "__format__", format_)
     kind = torch.Tensor.type

@@ -171,9 +171,7 @@ def test_an_unknown_name_gets_near_misses_and_the_list() -> None:
     assert known.split(", ") == list(CARDS)
 
 
-@pytest.mark.parametrize(
-    ("typo", "key"), [("H10O-80GB", "H100-80GB"), ("RTX 4O90", "RTX-4090"), ("L40", "L40S")]
-)
+@pytest.mark.parametrize(("typo", "key"), [("H10O-80GB", "H100-80GB"), ("RTX 4O90", "RTX-4090"), ("L40", "L40S")])
 def test_near_misses(typo: str, key: str) -> None:
     with pytest.raises(UnknownCard) as error:
         find_card(typo)
