@@ -470,7 +470,8 @@ def test_spawned_ranks_leave_no_files(run: Run, environment: Path) -> None:
 def test_temporary_directories_are_distinct(run: Run, method: str) -> None:
     result = run(
         """
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.isolated] * (n % 3)) for n in range(4)])
+MIXED = [pytest.param(number, marks=[pytest.mark.isolated] * (number % 3)) for number in range(4)]
+@pytest.mark.parametrize("number", MIXED)
 def test_it(number, tmp_path):
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine").touch()
@@ -519,7 +520,9 @@ def test_2(): pass
 
 def test_keyboard_interrupt_in_a_test(run: Run) -> None:
     result = run(
-        "pytestmark = pytest.mark.isolated\ndef test_1(): raise KeyboardInterrupt\ndef test_2(): open('no', 'w')"
+        "pytestmark = pytest.mark.isolated\n"
+        "def test_1(): raise KeyboardInterrupt\n"
+        "def test_2(): open('no', 'w')"
     )
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*KeyboardInterrupt: in the test's process, at *test_it.py:3*"])

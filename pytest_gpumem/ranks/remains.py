@@ -19,6 +19,9 @@ _KEPT_OUTPUT = 256 * 1024
 GRACE = 1.0
 """Seconds between a rank's timeout and its end, in which it writes its tracebacks."""
 
+PATIENCE = 180.0
+"""Seconds that may go by for all but the rank itself, where it has a timeout: warming up, collecting anew."""
+
 
 @dataclass(frozen=True)
 class Remains:
@@ -43,8 +46,8 @@ class Remains:
 class RankResult:
     """What came of one rank: its reports as far as they exist, and how its process died, if it did.
 
-    A death or a timeout is also a failed report of the phase it happened in; for a death before the teardown an
-    empty teardown report follows, as reporters wait for one.
+    A death or a timeout is also a failed report of the phase it happened in; where that was not the teardown,
+    a passed teardown follows, which reporters wait for.
     """
 
     reports: list[pytest.TestReport]
@@ -139,27 +142,32 @@ def _died(item: pytest.Item, remains: Remains, told: _Told, started: float) -> R
         sections.append(("All threads", threads))
 
     stop = time.time()
-    failed = pytest.TestReport(
-        item.nodeid,
-        item.location,
-        dict.fromkeys(item.keywords, 1),
-        "failed",
-        pytest_internals.failure_repr(item, summary, text),
-        told.phase,
-        sections,
-        stop - started - sum(report.duration for report in told.reports),
-        started,
-        stop,
-        user_properties=told.reports[-1].user_properties if told.reports else item.user_properties,
-    )
+    duration = stop - started - sum(report.duration for report in told.reports)
+    longrepr = pytest_internals.failure_repr(item, summary, text)
+    failed = _report(item, "failed", longrepr, told.phase, sections, duration, started, stop)
+    if told.reports:
+        failed.user_properties = list(told.reports[-1].user_properties)
     reports = [report for report in told.reports if report.when != told.phase or report.failed]
     reports.append(failed)
     if told.phase != "teardown":
         # Reporters such as JUnit XML write a test's output and close its entry when the teardown is reported.
-        reports.append(
-            pytest.TestReport(
-                item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "passed", None, "teardown", sections, 0,
-                stop, stop, user_properties=failed.user_properties,
-            )
-        )  # fmt: skip
+        closing = _report(item, "passed", None, "teardown", sections, 0, stop, stop)
+        closing.user_properties = failed.user_properties
+        reports.append(closing)
     return RankResult(reports, summary)
+
+
+def _report(
+    item: pytest.Item,
+    outcome: Literal["passed", "failed"],
+    longrepr: Any,
+    when: Phase,
+    sections: list[tuple[str, str]],
+    duration: float,
+    start: float,
+    stop: float,
+) -> pytest.TestReport:
+    keywords: dict[str, Literal[1]] = dict.fromkeys(item.keywords, 1)
+    return pytest.TestReport(
+        item.nodeid, item.location, keywords, outcome, longrepr, when, sections, duration, start, stop
+    )

@@ -24,10 +24,7 @@ import pytest
 
 from pytest_gpumem.ranks import openmp, processes, pytest_internals, wire
 from pytest_gpumem.ranks.child import Outlets, run_item
-from pytest_gpumem.ranks.remains import GRACE, Remains, tail
-
-_PATIENCE = 180.0
-"""Seconds that the server may take for all but the rank itself: warming up, forking, collecting what is left."""
+from pytest_gpumem.ranks.remains import GRACE, PATIENCE, Remains, tail
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD) if hasattr(signal, "SIGHUP") else ()
 
@@ -74,7 +71,7 @@ class Server:
         fd = self._socket.fileno()
         try:
             wire.send(fd, ("run", self._index[id(item)], assignment, timeout))
-            within = None if timeout is None else timeout + GRACE + _PATIENCE
+            within = None if timeout is None else timeout + GRACE + PATIENCE
             remains = self._reader.receive(within)
         except OSError:
             remains = None
@@ -89,9 +86,7 @@ class Server:
     def _abort(self) -> None:
         try:
             wire.send(self._socket.fileno(), ("abort",))
-            self._reader.receive(
-                _PATIENCE
-            )  # each request has its answer: the next one must not take this one
+            self._reader.receive(PATIENCE)  # each request has its answer: the next one must not take this one
         except BaseException:
             self.close()
 

@@ -17,17 +17,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import pytest
 
 from pytest_gpumem.ranks import processes, pytest_internals, wire
 from pytest_gpumem.ranks.assignment import enter_child
 from pytest_gpumem.ranks.child import Outlets, run_item
-from pytest_gpumem.ranks.remains import GRACE, Remains, tail
+from pytest_gpumem.ranks.remains import GRACE, PATIENCE, Remains, tail
 
 _FILES = ("messages", "stdout", "stderr", "fault")
 _START = "start"
+_Waited = Literal["ended", "hung", "never started"]
 # The parent's whole sys.path, before anything of this package is looked for.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = {path!r}; from pytest_gpumem.ranks.spawned import main; main({folder!r})"
@@ -51,7 +52,7 @@ class _Request:
 
 
 def spawn(item: pytest.Item, assignment: bytes, timeout: float | None, warm_up: str) -> Remains:
-    """Run ``item`` in a new interpreter. ``timeout`` is in seconds, from when the item starts to run there."""
+    """Run ``item`` in a new interpreter. ``timeout`` is in seconds, from when the item starts there."""
     config = item.config
     pytest_internals.flush_output(config)
     with tempfile.TemporaryDirectory(prefix="gpumem-rank-") as folder, ExitStack() as files:
@@ -71,7 +72,7 @@ def spawn(item: pytest.Item, assignment: bytes, timeout: float | None, warm_up: 
             start_new_session=True,
         )
         try:
-            timed_out = _wait(process, opened["messages"], timeout)
+            waited = _wait(process, opened["messages"], timeout)
         finally:
             if process.returncode is None or hasattr(os, "killpg"):
                 processes.kill_group(process.pid)
@@ -82,22 +83,27 @@ def spawn(item: pytest.Item, assignment: bytes, timeout: float | None, warm_up: 
             stderr=tail(opened["stderr"]) or tail(opened[_START]),
             fault=tail(opened["fault"]),
             status=process.returncode,
-            timed_out=timed_out,
+            timed_out=waited == "hung",
             timeout=timeout,
+            error=f"The test's process did not come to its test within {PATIENCE:g} s."
+            if waited == "never started"
+            else None,
         )
 
 
-def _wait(process: subprocess.Popen[bytes], messages: IO[bytes], timeout: float | None) -> bool:
-    """Wait for the process's end; true where its time is up before."""
-    kill_at = None
+def _wait(process: subprocess.Popen[bytes], messages: IO[bytes], timeout: float | None) -> _Waited:
+    """Wait for the process's end, or until its time is up."""
+    running = False
+    kill_at = None if timeout is None else time.monotonic() + PATIENCE
     while _runs(process):
-        # The item runs from the first message on; what comes before is the start of an interpreter and collection.
-        if timeout is not None and kill_at is None and os.fstat(messages.fileno()).st_size:
+        # The item runs from the first message on; before, an interpreter starts and collects.
+        if timeout is not None and not running and os.fstat(messages.fileno()).st_size:
+            running = True
             kill_at = time.monotonic() + timeout + GRACE
         if kill_at is not None and time.monotonic() >= kill_at:
-            return True
+            return "hung" if running else "never started"
         time.sleep(0.01)
-    return False
+    return "ended"
 
 
 def _runs(process: subprocess.Popen[bytes]) -> bool:
@@ -154,7 +160,7 @@ def _outlets(folder: str) -> Iterator[Outlets]:
 def _serve(request: _Request, outlets: Outlets) -> None:
     plugin = _Collection()
     config = pytest_internals.prepare_config(request.args, (*request.plugins, plugin))
-    # As in a worker of pytest-xdist: one process of several, which writes no report files and starts no workers.
+    # As a worker of pytest-xdist: one process of several, which writes no report files, starts no workers.
     config.workerinput = request.worker  # type: ignore[attr-defined]
     config.workeroutput = {}  # type: ignore[attr-defined]
     for option, value in {

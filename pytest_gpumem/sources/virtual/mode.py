@@ -6,6 +6,7 @@ model built on the CPU needs no memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ from pytest_gpumem.sources.storages import Storages
 from pytest_gpumem.sources.virtual.allocator import Allocator, OutOfMemory
 from pytest_gpumem.sources.virtual.backward import Backward
 from pytest_gpumem.sources.virtual.names import NAME, inner
+from pytest_gpumem.sources.virtual.patches import private
 from pytest_gpumem.sources.virtual.rules import RULES, plausible
 
 aten = torch.ops.aten
@@ -54,6 +56,7 @@ class VirtualMode(FakeTensorMode):
         self.backward: Backward | None = None
         self.assumptions: dict[str, int] = {}
         self.on_collective: Any = None
+        self._inside = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
@@ -104,13 +107,23 @@ class VirtualMode(FakeTensorMode):
         return func(*args, **kwargs)
 
     def _fake(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if _is_composite(func):
+            with self:  # what it is made of are operations of their own (they arrive whole in inference mode)
+                return func.decompose(*args, **kwargs)
         try:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            # Where a shape is worked out by a decomposition, its steps come through here too: CUDA runs one kernel instead.
+            self._inside += 1
+            try:
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._inside -= 1
         except (UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException) as error:
             raise CannotSimulate(_cannot(func, error)) from None
         if out is NotImplemented:
             return out
         from_host = (func is _TO_COPY or func is _COPY_) and bool(args) and _on_host(args[-1 if func is _COPY_ else 0])
+        if self._inside:
+            return out
         self._see(out, func, from_host)
         if self.on_collective is not None and func.namespace in ("c10d", "_c10d_functional", "fsdp"):
             self.on_collective(func, args, kwargs, out)
@@ -123,6 +136,16 @@ class VirtualMode(FakeTensorMode):
         elif isinstance(out, (list, tuple)):
             for item in out:
                 self._see(item, func, from_host)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """CompositeImplicitAutograd: an operation that has no kernel of its own on any device."""
+    has_kernel = private(torch._C, "_dispatch_has_kernel_for_dispatch_key")
+    try:
+        return bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
+    except RuntimeError:  # prim::device and the like are known to TorchScript only
+        return False
 
 
 def _plain(kind: Any) -> bool:
