@@ -571,6 +571,23 @@ def _lives(pid: int) -> bool:
 
 
 @on_linux
+def test_a_warm_up_that_hangs_ends_with_the_session(run: Run) -> None:
+    Path("warm.py").write_text("import ctypes\ndef up(): ctypes.PyDLL(None).sleep(1000)\n")
+    result = run(
+        """
+def test_plain():
+    server, = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
+    open("pid", "w").write(server)
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+        "--rank-warm-up=warm:up",
+    )
+    assert result.ret == -signal.SIGKILL
+    while _lives(int(Path("pid").read_text())):
+        time.sleep(0.01)
+
+
+@on_linux
 def test_a_dead_server_costs_one_test(run: Run) -> None:
     result = run(
         "pytestmark = pytest.mark.isolated\n"

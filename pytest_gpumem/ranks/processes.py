@@ -31,12 +31,12 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` ends (Linux; elsewhere nothing happens)."""
+def follow_parent(parent: int, number: int) -> None:
+    """Have the kernel send this process the signal ``number`` when ``parent`` ends (Linux; else nothing)."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)

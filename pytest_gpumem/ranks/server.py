@@ -141,7 +141,9 @@ class _Serving:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         try:
             pytest_internals.detach(self._session.config)
+            processes.follow_parent(self._parent, signal.SIGKILL)  # though warming up may hang in native code
             self._warm_up(warm_up)
+            processes.follow_parent(self._parent, signal.SIGTERM)
             while True:
                 self._wait_for_control()
                 request = self._requests.receive()
@@ -207,7 +209,7 @@ class _Serving:
     ) -> NoReturn:
         try:
             os.setsid()  # a group of its own, and no terminal that could stop it
-            processes.die_with_parent(server)
+            processes.follow_parent(server, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -117,6 +117,8 @@ def _request(item: pytest.Item, assignment: bytes, timeout: float | None, warm_u
     args = [str(arg) for arg in config.invocation_params.args]
     if config.pluginmanager.hasplugin("_cov"):
         args.append("--no-cov")  # a second measurement would erase the first one's data
+    # This package is loaded before pytest looks which plugins' assertions it could rewrite.
+    args.append("-Wignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
     nodeid = item.nodeid
     if getattr(config.option, "loadgroup", False) and item.get_closest_marker("xdist_group"):
         nodeid = nodeid.rpartition("@")[0]

@@ -14,7 +14,7 @@ _CHUNK = 1 << 20
 
 
 def send(fd: int, message: object) -> None:
-    """Write one message whole, or nothing if it cannot be pickled. Raises OSError if the other end is gone."""
+    """Write one message whole, or nothing if it cannot be pickled. Raises OSError once the reader is gone."""
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     view = memoryview(_LENGTH.pack(len(payload)) + payload)
     while view:

@@ -60,7 +60,7 @@ class Recorder:
         self.steps_of_optimizers = 0
         self.backwards = 0
         self._phases: list[str] = []
-        self._calls = 0
+        self._calls = self._applies = 0
         self._named: list[str] = []
         self._claimed: set[tuple[int, str]] = set()
         self._interrupted = False
@@ -198,12 +198,19 @@ class Recorder:
         engine = private(torch.autograd, "_engine_run_backward")
         patches.set(torch.autograd, "_engine_run_backward", self._running_backward(engine))
 
-        def registered(module: torch.nn.Module, name: str, value: object) -> None:
+        # Claimed at once: a parameter that FSDP shards, or that moves, is gone before the next edge of a phase.
+        def parameter_registered(module: torch.nn.Module, name: str, value: object) -> None:
             self.modules.add(module)
+            self.claim(value, PARAMETERS)
 
+        def buffer_registered(module: torch.nn.Module, name: str, value: object) -> None:
+            self.modules.add(module)
+            self.claim(value, BUFFERS)
+
+        patches.set(torch.nn.Module, "_apply", self._applying(private(torch.nn.Module, "_apply")))
         self._handles = [
-            module_hooks.register_module_parameter_registration_hook(registered),
-            module_hooks.register_module_buffer_registration_hook(registered),
+            module_hooks.register_module_parameter_registration_hook(parameter_registered),
+            module_hooks.register_module_buffer_registration_hook(buffer_registered),
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_step),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_step),
         ]
@@ -229,6 +236,22 @@ class Recorder:
                 self._leave(recompute)
 
         return __call__
+
+    def _applying(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Module.to, .cuda, .half, to_empty: parameters and buffers have moved."""
+
+        @functools.wraps(apply)
+        def _apply(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._applies += 1
+            try:
+                return apply(module, *args, **kwargs)
+            finally:
+                self._applies -= 1
+                if not self._applies:
+                    self.modules.update(module.modules())
+                    self.survey()
+
+        return _apply
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any, recompute: bool) -> None:
         if recompute:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,10 @@ class _Tracker(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if FakeTensor in types:  # DTensor works out global shapes
+            return func(*args, **(kwargs or {}))
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # DTensor unwraps first
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             leaf = getattr(leaf, "_local_tensor", leaf)
@@ -31,7 +36,7 @@ class _Tracker(TorchDispatchMode):
 
 
 def _on_cpu(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
+    return isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
 
 
 @contextlib.contextmanager

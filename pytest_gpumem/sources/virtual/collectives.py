@@ -1,9 +1,7 @@
 """A world of any size played by one process: collectives that move nothing, and allocate what the real ones do.
 
-The process group is PyTorch's own `FakeProcessGroup`; FSDP2 and DDP run as they are above it. Two things of DDP read data
-or are blind on fake tensors and are replaced: the check that parameter shapes agree across ranks, and the rebuilding of
-buckets after the first iteration (`Reducer::rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp). So buckets keep
-their first composition: the same bytes, in another order.
+The process group is PyTorch's own `FakeProcessGroup`; FSDP2 and DDP, its C++ Reducer included, run as they are above it.
+DDP's check that parameter shapes agree across ranks reads data and is left out; its first all-reduce hook is a Python one.
 """
 
 from __future__ import annotations
@@ -127,17 +125,11 @@ def _claim(recorder: Recorder, value: Any, weak: bool) -> None:
             _claim(recorder, item, weak)
 
 
-class _ReducerWithoutRebuild:
-    """DDP's C++ Reducer, less the one call that reads tensor data."""
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
+def _all_reduced(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """The bucket is reduced where it lies: Reducer::run_allreduce_hook in torch/csrc/distributed/c10d/reducer.cpp."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def _patch_ddp(patches: Patches, recorder: Recorder) -> None:
@@ -160,15 +152,22 @@ def _patch_ddp(patches: Patches, recorder: Recorder) -> None:
         before = len(recorder.trace.events)
         helper(self, *args, **kwargs)
         recorder.claim_since(before, COMMUNICATION)  # the buckets: Reducer::initialize_buckets
-        self.reducer = _ReducerWithoutRebuild(self.reducer)
-        hooked = self.reducer._reducer
 
-        def all_reduce(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+    forward = private(cls, "_pre_forward")
 
-        private(dist, "_register_comm_hook")(hooked, None, all_reduce)
+    @functools.wraps(forward)
+    def _pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._comm_hooks and "_gpumem_hooked" not in vars(self):
+            self._gpumem_hooked = True
+            # The fake group's all-reduce ends without a result, and the Reducer's own hook insists on one.
+            private(dist, "_register_comm_hook")(self.reducer, None, _all_reduced)
+        before = len(recorder.trace.events)
+        rebuilt = self._has_rebuilt_buckets
+        result = forward(self, *args, **kwargs)
+        if self._has_rebuilt_buckets and not rebuilt:
+            recorder.claim_since(before, COMMUNICATION)
+        return result
 
+    patches.set(cls, "_pre_forward", _pre_forward)
     patches.set(cls, "__init__", __init__)
     patches.set(cls, "_ddp_init_helper", _ddp_init_helper)
