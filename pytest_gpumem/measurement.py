@@ -17,6 +17,7 @@ from pytest_gpumem.marker import Settings
 from pytest_gpumem.results import RankMeasurement
 from pytest_gpumem.sources.virtual.cards import find_card
 from pytest_gpumem.sources.virtual.gpu import VirtualGpu
+from pytest_gpumem.sources.virtual.mode import CannotSimulate
 from pytest_gpumem.trace import MemoryTrace
 
 
@@ -59,6 +60,11 @@ def warm_up() -> None:
     device.register()
     autocast.register()
     VirtualMode(Allocator(0))  # imports torch._dynamo
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether it is the virtual GPU that raised: out of memory, or an operation that it cannot play."""
+    return isinstance(error, (torch.OutOfMemoryError, CannotSimulate))
 
 
 def versions() -> dict[str, str]:

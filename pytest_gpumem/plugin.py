@@ -177,8 +177,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     running = item.stash.get(RUNNING, None)
     if running is None:
         return (yield)
-    with running.judged():
-        return (yield)
+    try:
+        result = yield
+    except (pytest.skip.Exception, pytest.exit.Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise running.body_raised(error)  # noqa: B904 - the same error
+    running.body_passed()
+    return result
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from pytest_gpumem.baselines import BaselineStore, Environment
 from pytest_gpumem.checks import Measured, run_checks
 from pytest_gpumem.marker import Settings
-from pytest_gpumem.measurement import Measurement, versions
+from pytest_gpumem.measurement import Measurement, is_device_error, versions
 from pytest_gpumem.options import Options
 from pytest_gpumem.present import json as json_file
 from pytest_gpumem.present import terminal
@@ -37,20 +37,20 @@ class Running:
     def stop(self) -> None:
         self.measurement.stop()
 
-    @contextlib.contextmanager
-    def judged(self) -> Iterator[None]:
-        """Around the test's body: its checks fail it as an assertion in it would. An error of the body's own comes first."""
+    def body_passed(self) -> None:
+        """The test's body is done: its checks fail it as an assertion in it would."""
         __tracebackhide__ = True
-        try:
-            yield
-        except (pytest.skip.Exception, pytest.exit.Exception, KeyboardInterrupt):
-            raise
-        except BaseException:
-            self._take(self.measurement.result(), judge=False)
-            raise
         result = self._take(self.measurement.result(), judge=self.assignment.reports)
         if result is not None and result.failed:
             pytest.fail(terminal.failure(result), pytrace=False)
+
+    def body_raised(self, error: BaseException) -> BaseException:
+        """The body raised: what was measured until then is kept. Gives the error to raise."""
+        self._take(self.measurement.result(), judge=False)
+        if is_device_error(error) and not self.item.config.option.fulltrace:
+            error.__context__ = None
+            return error.with_traceback(_of_the_test(error, self.item.path))
+        return error
 
     def _take(self, mine: RankMeasurement, judge: bool) -> TestResult | None:
         if not self.assignment.reports:
@@ -88,3 +88,20 @@ class Running:
             compare=not updating or (updating == "new" and result.baseline is not None),
             how=update_command(self.item.config, self.item.nodeid),
         )
+
+
+def _of_the_test(error: BaseException, path: Path) -> TracebackType | None:
+    """The frames of code beside the test. Those of libraries, dozens of them, say nothing about who used the memory.
+
+    `--full-trace` shows all.
+    """
+    kept, traceback = [], error.__traceback__
+    while traceback is not None:
+        file = Path(traceback.tb_frame.f_code.co_filename)
+        if "site-packages" not in file.parts and file.is_relative_to(path.parent):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    chain: TracebackType | None = None
+    for entry in reversed(kept):
+        chain = TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return chain or error.__traceback__

@@ -43,6 +43,7 @@ class VirtualGpu:
         self._exit.callback(self.recorder.unhook)
         backward = Backward()
         names.patch(patches)
+        patches.set(names.Ordinals, "count", max(1, self.world.size))
         cuda.patch(patches, self.card, self.allocator)
         autocast.patch(patches)
         optimizers.patch(patches)

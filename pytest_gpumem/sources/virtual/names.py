@@ -26,13 +26,26 @@ NAME = "vgpu"
 _CUDA = [torch.device("cuda", index) for index in range(64)]
 
 
+class Ordinals:
+    """How many device numbers there are: a process plays one card, by whichever number its rank's code calls it."""
+
+    count = 1
+
+
 def inner(device: Any) -> Any:
-    """cuda -> vgpu, in whatever form a device is written; anything else unchanged."""
-    if isinstance(device, str):
-        return torch.device(NAME, 0) if device.partition(":")[0] == "cuda" else device
+    """cuda -> vgpu, in whatever form a device is written; anything else unchanged.
+
+    Raises RuntimeError, as CUDA does, for a number that no rank of the world has.
+    """
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        device = torch.device(device)
     if isinstance(device, torch.device):
-        return torch.device(NAME, 0) if device.type == "cuda" else device
+        if device.type != "cuda":
+            return device
+        device = device.index or 0
     if isinstance(device, int) and not isinstance(device, bool):
+        if not 0 <= device < Ordinals.count:
+            raise RuntimeError(f"CUDA error: invalid device ordinal (cuda:{device}; the test's world has {Ordinals.count})")
         return torch.device(NAME, 0)
     return device
 
