@@ -56,6 +56,7 @@ class Recorder:
         self.belongs = belongs
         self.storages = Storages(self)
         self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.steps_of_optimizers = 0
         self.backwards = 0
@@ -257,12 +258,23 @@ class Recorder:
         if recompute:
             self.trace.events.append(Recompute(True))
             return
-        if module not in self.modules:
+        if module not in self._roots:
+            self._roots.add(module)
             self.modules.update(module.modules())
+            self._note_strategy(module)
         self.survey()
         self._claim_inputs(tree_leaves((args, kwargs)))
         if not self._phases or self._phases[-1].rpartition("/")[2] != FORWARD:
             self.begin(FORWARD, grad=torch.is_grad_enabled())
+
+    def _note_strategy(self, root: torch.nn.Module) -> None:
+        """A loop that wraps its model itself, in DDP or FSDP2, need not say so."""
+        if self.trace.strategy == "single":
+            names = {cls.__name__ for module in root.modules() for cls in type(module).__mro__}
+            if "DistributedDataParallel" in names:
+                self.trace.strategy = "ddp"
+            elif "FSDPModule" in names:
+                self.trace.strategy = "fsdp"
 
     def _leave(self, recompute: bool) -> None:
         if recompute:
