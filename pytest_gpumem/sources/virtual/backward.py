@@ -2,6 +2,9 @@
 
 The Python-made device guard (`PythonDeviceGuard` in torch/csrc/acc/Module.cpp) asks Python for its type also while the
 engine unwinds, with the exception still pending: the process ends ("terminate called without an active exception").
+(Hooks that are registered on a graph node itself, `grad_fn.register_hook`, are out of reach: an exception in one of
+these still ends the process, which fails the test with the crash.)
+
 So an exception inside a backward is kept here, C++ is given a result that it must refuse (an error of its own, which
 unwinds safely), and the kept exception is raised once the engine has returned.
 """
@@ -63,10 +66,12 @@ class Backward:
         patches.set(torch.autograd, "_engine_run_backward", run_backward)
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             patches.set(torch.Tensor, name, self._registering(getattr(torch.Tensor, name)))
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+            patches.set(torch.nn.Module, name, self._registering(getattr(torch.nn.Module, name)))
 
     def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(register)
-        def call(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        def call(owner: Any, hook: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
             @functools.wraps(hook)
             def guarded(*args: Any) -> Any:
                 if self._error is not None:
@@ -77,6 +82,6 @@ class Backward:
                     self.abort(error)
                     return None
 
-            return register(tensor, guarded)
+            return register(owner, guarded, *rest, **kwargs)
 
         return call

@@ -58,6 +58,9 @@ class VirtualMode(FakeTensorMode):
         self.on_collective: Any = None
         self._inside = 0
 
+    def __deepcopy__(self, memo: Any) -> VirtualMode:
+        return self  # a copied model's tensors hold their mode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         __tracebackhide__ = True
         if self.backward is not None and self.backward.aborted:

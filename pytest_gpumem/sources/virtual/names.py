@@ -189,6 +189,7 @@ def _patch_display(patches: Patches) -> None:
         return format(self.item(), spec) if fake else str(text(self, spec))  # type: ignore[no-untyped-call]
 
     patches.set(torch.Tensor, "__format__", format_)
+    patches.set(FakeTensor, "data_ptr", lambda self: 0)  # as it is, less the warning
     kind = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
