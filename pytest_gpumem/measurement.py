@@ -54,12 +54,11 @@ def warm_up() -> None:
         importlib.import_module(module)
     from pytest_gpumem import fixture  # noqa: F401
     from pytest_gpumem.sources.virtual import autocast, device
-    from pytest_gpumem.sources.virtual.allocator import Allocator
     from pytest_gpumem.sources.virtual.mode import VirtualMode
 
     device.register()
     autocast.register()
-    VirtualMode(Allocator(0))  # imports torch._dynamo
+    VirtualMode()  # imports torch._dynamo
 
 
 def is_device_error(error: BaseException) -> bool:

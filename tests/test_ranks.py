@@ -179,9 +179,7 @@ def test_not_given(request):
     )
     result.assert_outcomes(passed=2)
     for phase in ("setup", "call", "teardown"):
-        result.stdout.fnmatch_lines(
-            [f"*extra: {phase} {{'rank': 3, 'others': ({{'peak': 7}},), 'child': True}}"]
-        )
+        result.stdout.fnmatch_lines([f"*extra: {phase} {{'rank': 3, 'others': ({{'peak': 7}},), 'child': True}}"])
 
 
 @pytest.mark.parametrize("capture", ["fd", "sys", "tee-sys", "no"])
@@ -208,9 +206,7 @@ def test_native():
     assert "swallowed" not in text
     assert text.count("past all capture\n") == 1
     assert text.count("\nkept\n") == (2 if capture == "tee-sys" else 1)
-    assert text.count("printed\n") == {"fd": 1, "sys": 1, "tee-sys": 2, "no": 1}[capture] + text.count(
-        'print("printed'
-    )
+    assert text.count("printed\n") == {"fd": 1, "sys": 1, "tee-sys": 2, "no": 1}[capture] + text.count('print("printed')
     assert ("- Captured stdout call -" in text) == (capture != "no")
 
 
@@ -324,9 +320,7 @@ def test_goes_on(): pass
     assert "printed before" in Path("out.xml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("phase", "outcomes"), [("setup", {"errors": 1}), ("teardown", {"passed": 1, "errors": 1})]
-)
+@pytest.mark.parametrize(("phase", "outcomes"), [("setup", {"errors": 1}), ("teardown", {"passed": 1, "errors": 1})])
 def test_death_outside_the_call(run: Run, phase: str, outcomes: dict[str, int]) -> None:
     result = run(
         f"""
@@ -387,9 +381,7 @@ def test_hangs(slow_to_end): assert 0
         "--rank-timeout=0.7",
     )
     result.assert_outcomes(failed=1, errors=1)
-    result.stdout.fnmatch_lines(
-        ["*did not finish within 0.7 s*teardown phase.", "*It hung here*", "*in slow_to_end"]
-    )
+    result.stdout.fnmatch_lines(["*did not finish within 0.7 s*teardown phase.", "*It hung here*", "*in slow_to_end"])
 
 
 def test_timeout_of_a_spawned_rank(run: Run) -> None:
@@ -460,9 +452,7 @@ def test_after():
 
 
 def test_spawned_ranks_leave_no_files(run: Run, environment: Path) -> None:
-    run("@pytest.mark.isolated\ndef test_passes(tmp_path): pass", "--rank-method=spawn").assert_outcomes(
-        passed=1
-    )
+    run("@pytest.mark.isolated\ndef test_passes(tmp_path): pass", "--rank-method=spawn").assert_outcomes(passed=1)
     assert not list(environment.iterdir())
 
 
@@ -520,9 +510,7 @@ def test_2(): pass
 
 def test_keyboard_interrupt_in_a_test(run: Run) -> None:
     result = run(
-        "pytestmark = pytest.mark.isolated\n"
-        "def test_1(): raise KeyboardInterrupt\n"
-        "def test_2(): open('no', 'w')"
+        "pytestmark = pytest.mark.isolated\ndef test_1(): raise KeyboardInterrupt\ndef test_2(): open('no', 'w')"
     )
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*KeyboardInterrupt: in the test's process, at *test_it.py:3*"])

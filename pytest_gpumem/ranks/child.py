@@ -146,9 +146,7 @@ class RankPlugin:
     ) -> None:
         if self.active:
             what = _plain_warning(warning_message)
-            self.send(
-                ("warning", {"warning_message": what, "when": when, "nodeid": nodeid, "location": location})
-            )
+            self.send(("warning", {"warning_message": what, "when": when, "nodeid": nodeid, "location": location}))
 
 
 def _plain_warning(recorded: warnings.WarningMessage) -> warnings.WarningMessage:

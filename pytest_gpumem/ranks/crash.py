@@ -41,17 +41,13 @@ def describe(
         frames = _frames(fault, None) or _frames(fault, main_thread)
     parts = [summary[0].upper() + summary[1:] + "."]
     if "SIGKILL" in summary:
-        peak = (
-            "" if peak_resident_bytes is None else f" It held {peak_resident_bytes / 2**30:.2f} GiB at most."
-        )
+        peak = "" if peak_resident_bytes is None else f" It held {peak_resident_bytes / 2**30:.2f} GiB at most."
         parts.append(f"The usual cause is the host running out of memory.{peak}")
         summary += "; the usual cause is the host running out of memory"
     if frames:
         parts.append(f"{heading} (most recent call first):\n" + "\n".join(frames))
     elif timeout is not None:
-        parts.append(
-            "It left no traceback: it was stopped, or too deep in native code for Python's watchdog."
-        )
+        parts.append("It left no traceback: it was stopped, or too deep in native code for Python's watchdog.")
     elif status < 0:
         parts.append("It left no Python traceback.")
     return summary, "\n\n".join(parts)

@@ -12,9 +12,7 @@ _PAUSE_HARD = 2  # omp_pause_hard, OpenMP 5.0; in libgomp from GCC 9 on
 def end_threads() -> None:
     """Let every GNU OpenMP in this process end its idle threads; the next parallel region starts new ones."""
     try:
-        libraries = set(
-            _GNU_OPENMP.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
-        )
+        libraries = set(_GNU_OPENMP.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")))
     except OSError:
         return
     if not libraries:

@@ -30,9 +30,7 @@ _FILES = ("messages", "stdout", "stderr", "fault")
 _START = "start"
 _Waited = Literal["ended", "hung", "never started"]
 # The parent's whole sys.path, before anything of this package is looked for.
-_BOOTSTRAP = (
-    "import sys; sys.path[:] = {path!r}; from pytest_gpumem.ranks.spawned import main; main({folder!r})"
-)
+_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from pytest_gpumem.ranks.spawned import main; main({folder!r})"
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,7 @@ def spawn(item: pytest.Item, assignment: bytes, timeout: float | None, warm_up: 
     pytest_internals.flush_output(config)
     with tempfile.TemporaryDirectory(prefix="gpumem-rank-") as folder, ExitStack() as files:
         Path(folder, "request").write_bytes(pickle.dumps(_request(item, assignment, timeout, warm_up)))
-        opened = {
-            name: files.enter_context(open(Path(folder, name), "w+b", buffering=0))
-            for name in (*_FILES, _START)
-        }
+        opened = {name: files.enter_context(open(Path(folder, name), "w+b", buffering=0)) for name in (*_FILES, _START)}
         # Under fd capture nothing of the process's start belongs on the terminal.
         hidden = pytest_internals.capture_method(config) == "fd"
         process = subprocess.Popen(
@@ -192,9 +187,7 @@ def _serve(request: _Request, outlets: Outlets) -> None:
 
     pytest_internals.run_session(config, collect_and_run)
     pytest_internals.flush_output(config)
-    wire.send(
-        outlets.messages, ("missing", "The test's process could not start pytest (see its output below)")
-    )
+    wire.send(outlets.messages, ("missing", "The test's process could not start pytest (see its output below)"))
 
 
 def _warm_up(name: str) -> None:

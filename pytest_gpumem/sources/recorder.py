@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from pytest_gpumem.categories import BUFFERS, COMMUNICATION, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from pytest_gpumem.sources.model_info import describe
 from pytest_gpumem.sources.storages import Storages
-from pytest_gpumem.sources.virtual.allocator import Allocator
+from pytest_gpumem.sources.virtual.allocator import Allocator, OutOfDeviceMemory
 from pytest_gpumem.sources.virtual.patches import Patches, private
 from pytest_gpumem.trace import (
     BACKWARD,
@@ -71,7 +71,10 @@ class Recorder:
     # -- blocks (the `Memory` that storages take theirs from)
 
     def alloc(self, nbytes: int, op: str, from_host: bool, again: int | None) -> int:
-        block, size = self.allocator.malloc(nbytes)
+        try:
+            block, size = self.allocator.malloc(nbytes)
+        except OutOfDeviceMemory as error:
+            raise torch.OutOfMemoryError(self.allocator.message(error.requested)) from None
         self.trace.events.append(Alloc(block, nbytes, size, op, from_host, again))
         return block
 

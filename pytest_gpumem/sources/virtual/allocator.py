@@ -13,7 +13,7 @@ from pytest_gpumem.units import GIB
 ROUND = 512
 
 
-class OutOfMemory(Exception):
+class OutOfDeviceMemory(Exception):
     """`requested` bytes do not fit on the card."""
 
     def __init__(self, requested: int) -> None:
@@ -22,7 +22,7 @@ class OutOfMemory(Exception):
 
 
 class Allocator:
-    """The memory of one card of `capacity` bytes. `reserve` bytes of it are never handed out."""
+    """The memory of one card of `capacity` bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -35,12 +35,12 @@ class Allocator:
         self.on_out_of_memory: Callable[[int], None] = lambda requested: None
 
     def malloc(self, requested: int) -> tuple[int, int]:
-        """A new block for `requested` > 0 bytes: its number and its size in bytes. Raises OutOfMemory."""
+        """A new block for `requested` > 0 bytes: its number and its size in bytes. Raises OutOfDeviceMemory."""
         size = (requested + ROUND - 1) // ROUND * ROUND
         if self.allocated + size > self.capacity:
             self.ooms += 1
             self.on_out_of_memory(requested)
-            raise OutOfMemory(requested)
+            raise OutOfDeviceMemory(requested)
         self.count += 1
         self.live[self.count] = (requested, size)
         self.allocated += size

@@ -37,7 +37,7 @@ class VirtualGpu:
     def __enter__(self) -> VirtualGpu:
         device.register()
         autocast.register()
-        mode = VirtualMode(self.allocator)  # first: it imports torch._dynamo, which asks torch._C what was compiled in
+        mode = VirtualMode()  # first: it imports torch._dynamo, which asks torch._C what was compiled in
         patches = Patches()
         self._exit.callback(patches.undo)
         self._exit.callback(self.recorder.unhook)

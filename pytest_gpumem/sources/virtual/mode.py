@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 from pytest_gpumem.sources.storages import Storages
-from pytest_gpumem.sources.virtual.allocator import Allocator, OutOfMemory
 from pytest_gpumem.sources.virtual.backward import Backward
 from pytest_gpumem.sources.virtual.names import NAME, inner
 from pytest_gpumem.sources.virtual.patches import private
@@ -49,9 +48,8 @@ class VirtualMode(FakeTensorMode):
 
     avoid_device_init = True  # torch.tensor(..., device="cuda") must not ask for a real kernel
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=None)
-        self.allocator = allocator
         self.storages: Storages | None = None
         self.backward: Backward | None = None
         self.assumptions: dict[str, int] = {}
@@ -68,8 +66,6 @@ class VirtualMode(FakeTensorMode):
         try:
             return self._dispatch(func, types, args, dict(kwargs or {}))
         except BaseException as error:
-            if isinstance(error, OutOfMemory):
-                error = torch.OutOfMemoryError(self.allocator.message(error.requested))
             if self.backward is not None and self.backward.running:
                 return self.backward.abort(error)
             raise error from None

@@ -45,7 +45,9 @@ def inner(device: Any) -> Any:
         device = device.index or 0
     if isinstance(device, int) and not isinstance(device, bool):
         if not 0 <= device < Ordinals.count:
-            raise RuntimeError(f"CUDA error: invalid device ordinal (cuda:{device}; the test's world has {Ordinals.count})")
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal (cuda:{device}; the test's world has {Ordinals.count})"
+            )
         return torch.device(NAME, 0)
     return device
 

@@ -91,7 +91,8 @@ def test_no_two_cards_share_a_name() -> None:
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_sources_and_the_rest_of_the_row(card: Card) -> None:
-    assert len(card.source) > 20 and "\n" not in card.source
+    assert len(card.source) > 20
+    assert "\n" not in card.source
     assert card.precision in (0, 2**20, 2**30 // 200)
     assert card.precision != 2**20 or card.total_memory % 2**20 == 0
     assert 40 <= card.multi_processor_count <= 170

@@ -63,7 +63,13 @@ def test_the_card_is_there_and_is_the_one_that_was_asked_for() -> None:
 def test_every_way_onto_the_card(make: Any) -> None:
     def body(gpu: Any) -> tuple[Any, ...]:
         tensor = make()
-        return str(tensor.device), tensor.is_cuda, tensor.shape, tensor.get_device(), torch.cuda.memory_allocated() >= 512
+        return (
+            str(tensor.device),
+            tensor.is_cuda,
+            tensor.shape,
+            tensor.get_device(),
+            torch.cuda.memory_allocated() >= 512,
+        )
 
     assert play(body).result == ("cuda:0", True, (3,), 0, True)
 
@@ -97,7 +103,13 @@ def test_host_tensors_keep_their_values() -> None:
 def test_scalars_of_data_that_does_not_exist_are_plausible() -> None:
     def body(gpu: Any) -> Any:
         loss = torch.rand(3, device="cuda").sum()
-        return loss.item(), float(loss), int(torch.ones(1, dtype=torch.long, device="cuda")), bool(loss > 2), f"{loss:.2f}"
+        return (
+            loss.item(),
+            float(loss),
+            int(torch.ones(1, dtype=torch.long, device="cuda")),
+            bool(loss > 2),
+            f"{loss:.2f}",
+        )
 
     assert play(body).result == (1.0, 1.0, 1, False, "1.00")
 

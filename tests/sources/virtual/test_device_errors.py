@@ -59,13 +59,16 @@ def test_out_of_memory_in_each_phase_comes_out_as_itself(rows: int, phase: str) 
     """In a backward, C++ cannot unwind a Python exception on this device: see sources/virtual/backward.py."""
     room = {"forward": 8, "backward": 5, "optimizer": 8}[phase]
 
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        net(torch.ones(rows, 16384, device="cuda")).sum().backward()
+        optimizer.step()
+
     def body(gpu: Any) -> None:
         net = big_net().cuda()
         ballast = torch.empty(find_card("T4").total_memory - room * GIB, dtype=torch.uint8, device="cuda")
         optimizer = torch.optim.AdamW(net.parameters())
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-            net(torch.ones(rows, 16384, device="cuda")).sum().backward()
-            optimizer.step()
+            step(net, optimizer)
         del ballast
         optimizer.zero_grad()
         net(torch.ones(1, 16384, device="cuda")).sum().backward()  # the next step is whole again
@@ -177,7 +180,9 @@ def test_every_oom_is_an_event_of_the_trace() -> None:
 
 
 def test_a_private_name_of_torch_that_is_gone_is_a_clear_error() -> None:
-    with pytest.raises(PrivateApiGone, match=r"torch\.autograd\.no_such_name is not there in torch .*tried on torch 2\.11"):
+    with pytest.raises(
+        PrivateApiGone, match=r"torch\.autograd\.no_such_name is not there in torch .*tried on torch 2\.11"
+    ):
         private(torch.autograd, "no_such_name")
     with pytest.raises(PrivateApiGone, match="no_such_name"):
         Patches().set(torch.autograd, "no_such_name", None)
