@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 from pytest_gpumem.categories import ACTIVATIONS, COMMUNICATION, GRADIENTS, MODEL_STATES, OPTIMIZER_STATE, PARAMETERS
@@ -64,7 +65,7 @@ class Budget:
 
     def limit(self, expression: float) -> int:
         """Bytes that a budget of `expression` N allows on this rank: frozen parameters come on top of it."""
-        return int(expression * self.n_local) + self.frozen_bytes
+        return int(Fraction(str(expression)) * self.n_local) + self.frozen_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -53,11 +53,12 @@ def warm_up() -> None:
     for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"):
         importlib.import_module(module)
     from pytest_gpumem import fixture  # noqa: F401
-    from pytest_gpumem.sources.virtual import autocast, device
+    from pytest_gpumem.sources.virtual import attention, autocast, device
     from pytest_gpumem.sources.virtual.mode import VirtualMode
 
     device.register()
     autocast.register()
+    attention.register()
     VirtualMode()  # imports torch._dynamo
 
 

@@ -125,6 +125,11 @@ class MemoryReport:
         return worst(self.ranks).category_peaks
 
     @property
+    def model_states(self) -> dict[str, int]:
+        """Requested bytes of parameters, gradients and optimizer state at their joint peak, of this process's rank."""
+        return self.rank.model_states
+
+    @property
     def steps(self) -> list[StepReport]:
         return self.rank.steps
 
@@ -183,6 +188,8 @@ class _Walk:
         while self.open:
             self._close(*self.open.pop())
         self._close_between()
+        if self.step is not None:  # the trace ends inside it
+            self.step.end = self.allocated
         return RankReport(
             rank=self.trace.rank,
             peak_bytes={"requested": self.requested_peak, "allocated": self.peak, "active": None, "reserved": None},

@@ -66,6 +66,7 @@ class Running:
             metric=settings.metric,
             budget_text=settings.budget_text,
             max_bytes=settings.max_bytes,
+            updates=settings.baseline is not False,
         )
         if settings.budget is not None and result.budget.n_local:
             result.budget_limit = result.budget.limit(settings.budget)

@@ -60,7 +60,7 @@ class Session:
         result = TestResult.from_json(data)
         expected = hasattr(report, "wasxfail")
         result.outcome = ("xpassed" if report.passed else "xfailed") if expected else report.outcome
-        result.updates = report.passed and not expected
+        result.updates &= report.passed and not expected
         self.results[result.nodeid] = result
 
     # -- writing

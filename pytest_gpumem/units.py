@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 _UNITS = {
     "": 1,
@@ -20,33 +21,33 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 GB, GIB = 10**9, 2**30
+_TOO_MUCH = 2**63
 
 
 def parse_size(value: object, unit: int = 1) -> int:
     """Bytes from a number of `unit` bytes, or from a string such as "40 GiB", "512 MB" or "1024".
 
     GB is 10^9 and GiB is 2^30 bytes. Fractions of a byte are rounded down.
-    Raises ValueError for anything else, and for a negative or infinite size.
+    Raises ValueError for anything else, and for a size below 0 or of 2^63 bytes or more.
     """
     if isinstance(value, bool):
         raise ValueError(f'{value!r} is not a size; write a number or a string such as "40 GiB"')
     if isinstance(value, (int, float)):
-        number, scale = float(value), unit
-        if isinstance(value, int):
-            if value < 0:
-                raise ValueError(f"{value!r} is negative; a size is 0 or more")
-            return value * unit
+        written, scale = str(value), unit
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f'{value!r} is not a size; write a number or a string such as "40 GiB" or "512 MB"')
-        number = float(match[1])
+        written = match[1]
         scale = _UNITS[match[2].lower()] if match[2] else unit
-    if math.isnan(number) or math.isinf(number):
-        raise ValueError(f"{value!r} is not a size; a size is finite")
+    number = float(written)
     if number < 0:
         raise ValueError(f"{value!r} is negative; a size is 0 or more")
-    return int(number * scale)
+    # Exactly what is written: in floating point, 2.01 GB is one byte less than 2,010,000,000.
+    nbytes = int(Fraction(written) * scale) if number * scale < 2**64 else _TOO_MUCH
+    if nbytes >= _TOO_MUCH:
+        raise ValueError(f"{value!r} is not a size; a size is a number of bytes below 2^63")
+    return nbytes
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Tolerance:
 
     def slack(self, baseline: int) -> int:
         """Bytes that a figure may differ from `baseline` bytes."""
-        return int(baseline * self.fraction) + self.nbytes
+        return int(baseline * Fraction(str(self.fraction))) + self.nbytes  # exactly: 29% of 100 is 29
 
     def __str__(self) -> str:
         if self.fraction and self.nbytes:
@@ -83,7 +84,7 @@ def parse_tolerance(value: object) -> Tolerance:
             percent = math.nan
         if not 0 <= percent < math.inf:
             raise ValueError(f'{value!r} is not a tolerance; write "2%" or "64 MiB"')
-        return Tolerance(fraction=percent / 100)
+        return Tolerance(fraction=float(Fraction(text) / 100))
     try:
         return Tolerance(nbytes=parse_size(value))
     except ValueError:

@@ -26,7 +26,11 @@ def failure(result: TestResult) -> str:
     """The message of a test whose checks failed: each failed check, then the tables."""
     failed = result.failed
     of = f" of {len(result.verdicts)}" if len(result.verdicts) > len(failed) else ""
-    lines = [f"gpumem: {len(failed)}{of} check{'s' if len(result.verdicts) > 1 else ''} failed", title(result), ""]
+    lines = [
+        f"gpumem: {len(failed)}{of} check{'s' if len(result.verdicts) > 1 else ''} failed",
+        *_wrapped(title(result)),
+        "",
+    ]
     for verdict in failed:
         lines += [*_wrapped(f"FAILED {verdict.name}: {verdict.message}"), ""]
     for verdict in result.verdicts:
@@ -54,7 +58,7 @@ def tables(result: TestResult) -> str:
     parts = [category_table(result)]
     if result.budget_text and result.budget.n_local:
         parts.append(budget_table(result.budget, result.worst))
-    parts += [f"assumed: {assumption}" for assumption in result.assumptions]
+    parts += ["\n".join(_wrapped(f"assumed: {assumption}")) for assumption in result.assumptions]
     return "\n\n".join(parts)
 
 
@@ -97,7 +101,8 @@ def budget_table(budget: Budget, report: RankReport) -> str:
     rows.append(("peak", "", gib(requested), in_n(requested)))
     notes = [f"{term.name}: {term.note}" for term in budget.terms if term.note and (term.measured or term.expected)]
     head = f"{unit} = {human(budget.n_local)}; own peaks in requested bytes, so they do not add up to the peak"
-    return "\n".join([head, _table(rows, ("GiB", "by rule", "measured", f"in {unit}")), *notes])
+    below = [line for note in notes for line in _wrapped(note)]
+    return "\n".join([*_wrapped(head), _table(rows, ("GiB", "by rule", "measured", f"in {unit}")), *below])
 
 
 def out_of_memory(report: RankReport) -> str:
@@ -111,7 +116,7 @@ def out_of_memory(report: RankReport) -> str:
     head = (
         f"out of memory in {step}phase {oom.phase}, rank {report.rank}: {human(oom.requested)} more did not fit beside"
     )
-    return head + "\n" + _table(rows, ("category", "GiB"))
+    return "\n".join([*_wrapped(head), _table(rows, ("category", "GiB"))])
 
 
 def summary(results: Sequence[TestResult]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from pytest_gpumem.sources.recorder import Recorder
 from pytest_gpumem.sources.storages import hooked_resize
-from pytest_gpumem.sources.virtual import autocast, collectives, cuda, device, names, optimizers
+from pytest_gpumem.sources.virtual import attention, autocast, collectives, cuda, device, names, optimizers
 from pytest_gpumem.sources.virtual.allocator import Allocator
 from pytest_gpumem.sources.virtual.backward import Backward
 from pytest_gpumem.sources.virtual.cards import Card
@@ -37,6 +37,7 @@ class VirtualGpu:
     def __enter__(self) -> VirtualGpu:
         device.register()
         autocast.register()
+        attention.register()
         mode = VirtualMode()  # first: it imports torch._dynamo, which asks torch._C what was compiled in
         patches = Patches()
         self._exit.callback(patches.undo)
@@ -46,6 +47,7 @@ class VirtualGpu:
         patches.set(names.Ordinals, "count", max(1, self.world.size))
         cuda.patch(patches, self.card, self.allocator)
         autocast.patch(patches)
+        attention.patch(patches, self.card.compute_capability, mode.assumptions)
         optimizers.patch(patches)
         collectives.patch(patches, self.world, self.recorder)
         backward.patch(patches)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from pytest_gpumem.sources.storages import Storages
+from pytest_gpumem.sources.virtual.attention import attend
 from pytest_gpumem.sources.virtual.backward import Backward
 from pytest_gpumem.sources.virtual.names import NAME, inner
 from pytest_gpumem.sources.virtual.patches import private
@@ -32,6 +33,7 @@ _SAME = (aten.equal.default, aten.allclose.default)  # compared with itself, wha
 _ITEM = aten._local_scalar_dense.default
 _TO_COPY = aten._to_copy.default
 _COPY_ = aten.copy_.default
+_ATTENTION = aten.scaled_dot_product_attention.default
 _RECORD_STREAM = aten.record_stream.default
 
 
@@ -108,7 +110,7 @@ class VirtualMode(FakeTensorMode):
     def _fake(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if _is_composite(func):
             with self:  # what it is made of are operations of their own (they arrive whole in inference mode)
-                return func.decompose(*args, **kwargs)
+                return attend(*args, **kwargs) if func is _ATTENTION else func.decompose(*args, **kwargs)
         try:
             # Where a shape is worked out by a decomposition, its steps come through here too: CUDA runs one kernel instead.
             self._inside += 1
