@@ -73,8 +73,8 @@ def _nothing() -> Verdict:
 
 
 def _where(report: RankReport, ranks: int) -> str:
-    step = f"step {report.peak_step}" if report.peak_step is not None else "outside all steps"
-    return f"at {step}, phase {report.peak_phase}, rank {report.rank} (worst of {ranks} measured)"
+    step = f"at step {report.peak_step}" if report.peak_step is not None else "outside all steps"
+    return f"{step}, phase {report.peak_phase}, rank {report.rank} (worst of {ranks} measured)"
 
 
 def value_of(report: RankReport, metric: str) -> int:

@@ -210,6 +210,27 @@ def test_native():
     assert ("- Captured stdout call -" in text) == (capture != "no")
 
 
+@pytest.mark.parametrize("capture", ["fd", "sys", "tee-sys"])
+def test_a_log_handler_made_at_import_writes_into_the_capture(run: Run, capture: str) -> None:
+    """A library's handler holds the sys.stderr of the moment in which it was imported."""
+    result = run(
+        """
+import logging
+handler = logging.StreamHandler(sys.stderr)
+sys.stderr.write("while collecting\\n")
+
+@pytest.mark.isolated
+def test_logs():
+    handler.emit(logging.LogRecord("x", logging.WARNING, __file__, 1, "watch out", (), None))
+    assert 0
+""",
+        f"--capture={capture}",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*Captured stderr call*", "watch out"], consecutive=True)
+    assert "closed file" not in result.stdout.str() + result.stderr.str()
+
+
 def test_fixtures_are_torn_down_where_they_were_set_up(run: Run) -> None:
     result = run(
         """

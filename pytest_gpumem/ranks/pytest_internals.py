@@ -38,23 +38,23 @@ def capture_method(config: pytest.Config) -> str:
 
 
 def start_fresh_capture(config: pytest.Config, stdout: int, stderr: int) -> None:
-    """Replace the global capture by a new, suspended one that shares nothing with the process forked from.
+    """Empty the global capture and suspend it; from here on it shares nothing with the process forked from.
 
-    With ``--capture=fd`` it writes to the given descriptors, so that a dead process's output can be read.
+    The stream objects stay: logging handlers made while modules were imported hold them. With ``--capture=fd`` they write
+    to the given descriptors, so that a dead process's output can be read.
     """
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None:
         return
-    if manager._global_capturing is not None:
-        # Not stop_global_capturing(), which prints what the original process will report itself.
-        manager._global_capturing.stop_capturing()
-        manager._global_capturing = None
-    manager.start_global_capturing()
+    if manager._global_capturing is None:
+        manager.start_global_capturing()
     manager.suspend_global_capture()
     if capture_method(config) == "fd":
-        fresh: Any = manager._global_capturing
-        os.dup2(stdout, fresh.out.tmpfile.fileno(), inheritable=False)
-        os.dup2(stderr, fresh.err.tmpfile.fileno(), inheritable=False)
+        capturing: Any = manager._global_capturing
+        os.dup2(stdout, capturing.out.tmpfile.fileno(), inheritable=False)
+        os.dup2(stderr, capturing.err.tmpfile.fileno(), inheritable=False)
+    elif capture_method(config) != "no":
+        manager.read_global_capture()
 
 
 def captured(config: pytest.Config, item: pytest.Item, when: str, run: Callable[[], None]) -> None:

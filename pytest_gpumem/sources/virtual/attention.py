@@ -9,7 +9,6 @@ its `can_use_*_attention` list (some are in ../sdp_utils_cpp.h); what happens ar
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -61,6 +60,7 @@ def attend(
     if attn_mask is not None and attn_mask.dtype is torch.bool:  # convert_boolean_attn_mask
         zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
         attn_mask = torch.where(attn_mask.logical_not(), -math.inf, zero)
+    out: torch.Tensor
     if backend == SDPBackend.FLASH_ATTENTION:
         size = query.size(-1)
         scale = scale if scale is not None else 1 / math.sqrt(size)
@@ -73,12 +73,14 @@ def attend(
             attn_mask = _padded(attn_mask, 16)[..., :columns]
             attn_mask = attn_mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
         logsumexp = torch.is_grad_enabled() and _any_requires_grad(query, key, value)
-        return aten._scaled_dot_product_efficient_attention(
+        out = aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, logsumexp, dropout_p, is_causal, scale=scale
         )[0]
-    return aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    else:
+        out = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return out
 
 
 def choose(
