@@ -72,7 +72,8 @@ def _nothing() -> Verdict:
     )
 
 
-def _where(report: RankReport, ranks: int) -> str:
+def instant_of_peak(report: RankReport, ranks: int) -> str:
+    """The instant of a rank's peak: "at step 1, phase backward, rank 0 (worst of 8 measured)"."""
     step = f"at step {report.peak_step}" if report.peak_step is not None else "outside all steps"
     return f"{step}, phase {report.peak_phase}, rank {report.rank} (worst of {ranks} measured)"
 
@@ -95,7 +96,7 @@ def _limit(settings: Settings, measured: Measured) -> Iterator[Verdict]:
         "max",
         False,
         f"peak{metric} {human(value)} is over the limit of {human(limit)} by {human(value - limit)},\n"
-        f"{_where(report, len(measured.reports))}",
+        f"{instant_of_peak(report, len(measured.reports))}",
         limit,
         value,
     )
@@ -191,6 +192,6 @@ def _baseline(settings: Settings, measured: Measured, baseline: Baseline | None,
     versions = baseline.differing_versions()
     if versions:
         lines.append("recorded with other versions: " + ", ".join(versions))
-    lines.append(_where(report, len(measured.reports)))
+    lines.append(instant_of_peak(report, len(measured.reports)))
     lines.append(f"To accept: {how}")
     yield Verdict("baseline", False, head + "\n" + "\n".join(lines), baseline.peak, value)

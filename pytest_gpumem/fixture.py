@@ -202,18 +202,20 @@ class GpuMem:
                 raise ValueError(f"batch: a tensor is on {leaf.device}; put it on the CPU or on {self.device}")
         return tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, value)
 
+    @_hidden
     def steps(self, over: int | Iterable[T]) -> Iterator[Any]:
         """`for batch in gpumem.steps(loader)` or `gpumem.steps(3)`: each turn of the loop is a step.
 
         Raises TrainingError after a turn that called no backward, and after a loop in which no optimizer stepped.
         """
-        if isinstance(over, bool) or not (isinstance(over, (int, Iterable))):
+        if isinstance(over, (bool, str)) or not isinstance(over, (int, Iterable)):
             raise TypeError(f"steps: expected a number or an iterable of batches, got {type(over).__name__}")
         if isinstance(over, int) and over < 1:
             raise ValueError(f"steps: {over} steps measure nothing; write 1 or more")
         return self._steps(range(over) if isinstance(over, int) else over)
 
     def _steps(self, items: Iterable[Any]) -> Iterator[Any]:
+        __tracebackhide__ = True
         recorder = self._recorder
         stepped, index = recorder.steps_of_optimizers, -1
         for index, item in enumerate(items):
@@ -233,13 +235,12 @@ class GpuMem:
                 f"{index + 1} steps, and no optimizer stepped: call optimizer.step() in them, so that its state is measured"
             )
 
-    @contextlib.contextmanager
-    def measure(self, name: str = "measure") -> Iterator[None]:
+    @_hidden
+    def measure(self, name: str = "measure") -> contextlib.AbstractContextManager[None]:
         """Name a phase: `with gpumem.measure("eval"): ...`. Nests; reports even if the body raises."""
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f'measure: {name!r} cannot be a phase\'s name; write a word such as "eval"')
-        with self._recorder.named(name):
-            yield
+        return self._recorder.named(name)
 
 
 def _batches(batch: Any) -> Iterator[Any]:

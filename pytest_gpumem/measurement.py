@@ -71,8 +71,8 @@ def versions() -> dict[str, str]:
     """What a figure may depend on: recorded beside each baseline."""
     from pytest_gpumem import __version__
 
-    found = {"pytest-gpumem": __version__, "torch": torch.__version__}
+    found = {"pytest-gpumem": __version__, "torch": str(torch.__version__)}
     transformers: Any = sys.modules.get("transformers")
     if transformers is not None:
-        found["transformers"] = transformers.__version__
+        found["transformers"] = str(transformers.__version__)
     return found

@@ -145,6 +145,11 @@ def _writable(path: Path) -> Path:
     return path
 
 
+OPTIONS: pytest.StashKey[Options] = pytest.StashKey()
+SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
+"""Where the config's stash holds its options, and a marked test's stash its settings."""
+
+
 def settings_of(item: pytest.Item, options: Options) -> Settings | None:
     """The test's settings; None for a test that has neither the marker nor the fixture. Raises MarkerError."""
     marked = item.get_closest_marker("gpumem") is not None

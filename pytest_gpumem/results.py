@@ -41,7 +41,10 @@ class RankMeasurement:
 
 @dataclass
 class TestResult:
-    """Everything that was measured and judged in one test. `budget_text` is the expression asked for ("4N") or ""."""
+    """Everything that was measured and judged in one test. `budget_text` is the expression asked for ("4N") or "".
+
+    `versions` are those of the software that the figures may depend on; `updates` says whether an update may store them.
+    """
 
     __test__ = False  # pytest would take the class for a test
 
@@ -54,6 +57,7 @@ class TestResult:
     budget_text: str = ""
     budget_limit: int | None = None
     max_bytes: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
     outcome: str = "passed"
     updates: bool = True
 
@@ -73,7 +77,7 @@ class TestResult:
     def failed(self) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if not verdict.passed]
 
-    def new_baseline(self, versions: Mapping[str, str], allocator: str) -> Baseline:
+    def new_baseline(self, allocator: str) -> Baseline:
         """The figures that an update would store."""
         report = self.worst
         return Baseline(
@@ -82,7 +86,7 @@ class TestResult:
             at_peak=dict(report.at_peak),
             metric=self.metric,
             allocator=allocator,
-            versions=dict(versions),
+            versions=dict(self.versions),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +100,7 @@ class TestResult:
             "budget_text": self.budget_text,
             "budget_limit": self.budget_limit,
             "max_bytes": self.max_bytes,
+            "versions": dict(self.versions),
             "outcome": self.outcome,
             "updates": self.updates,
         }

@@ -41,8 +41,11 @@ class Running:
         """The test's body is done: its checks fail it as an assertion in it would."""
         __tracebackhide__ = True
         result = self._take(self.measurement.result(), judge=self.assignment.reports)
-        if result is not None and result.failed:
+        if result is None:
+            return
+        if result.failed:
             pytest.fail(terminal.failure(result), pytrace=False)
+        self.item.add_report_section("call", "gpumem", terminal.passed(result))  # shown by -rP
 
     def body_raised(self, error: BaseException) -> BaseException:
         """The body raised: what was measured until then is kept. Gives the error to raise."""
@@ -66,6 +69,7 @@ class Running:
             metric=settings.metric,
             budget_text=settings.budget_text,
             max_bytes=settings.max_bytes,
+            versions=versions(),
             updates=settings.baseline is not False,
         )
         if settings.budget is not None and result.budget.n_local:
@@ -80,7 +84,7 @@ class Running:
 
     def _judge(self, result: TestResult) -> None:
         store = BaselineStore(self.options.baseline_dir)
-        result.baseline = store.find(self.item.nodeid, result.environment, versions())
+        result.baseline = store.find(self.item.nodeid, result.environment, result.versions)
         updating = self.options.update
         result.verdicts = run_checks(
             self.settings,
@@ -89,6 +93,10 @@ class Running:
             compare=not updating or (updating == "new" and result.baseline is not None),
             how=update_command(self.item.config, self.item.nodeid),
         )
+
+
+RUNNING: pytest.StashKey[Running] = pytest.StashKey()
+"""Where the stash of a marked test holds it while it runs."""
 
 
 def _of_the_test(error: BaseException, path: Path) -> TracebackType | None:

@@ -9,15 +9,15 @@ import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.baselines import Baseline, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.options import Options
-from pytest_gpumem.present import json as json_file
-from pytest_gpumem.present import terminal
-from pytest_gpumem.results import TestResult
+
+if TYPE_CHECKING:  # the rest is imported where it is first needed: a run without marked tests does without
+    from pytest_gpumem.baselines import Baseline, BaselineStore
+    from pytest_gpumem.results import TestResult
 
 COLLECTED = "gpumem_collected"  # the key under which a worker sends its node ids
 
@@ -57,6 +57,8 @@ class Session:
         data = getattr(report, "gpumem", None)
         if data is None or report.when != "call":
             return
+        from pytest_gpumem.results import TestResult
+
         result = TestResult.from_json(data)
         expected = hasattr(report, "wasxfail")
         result.outcome = ("xpassed" if report.passed else "xfailed") if expected else report.outcome
@@ -73,16 +75,19 @@ class Session:
             return
         if self.config.option.collectonly:
             return
+        from pytest_gpumem.baselines import BaselineError, BaselineStore
+
         try:
-            self._baselines()
+            self._baselines(BaselineStore(self.options.baseline_dir))
             if self.options.json is not None:
                 self._json(self.options.json)
         except (BaselineError, OSError) as error:
             self.problems.append(str(error))
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _baselines(self) -> None:
-        store = BaselineStore(self.options.baseline_dir)
+    def _baselines(self, store: BaselineStore) -> None:
+        from pytest_gpumem.baselines import split_nodeid
+
         touched = set()
         if self.options.update:
             for result in self.results.values():
@@ -99,14 +104,12 @@ class Session:
         store.write(touched)
 
     def _update(self, store: BaselineStore, result: TestResult) -> bool:
-        from pytest_gpumem.measurement import versions
-
         if not result.updates or not any(rank.report.allocations for rank in result.ranks):
             return False
         old = store.find(result.nodeid, result.environment, {})
         if old is not None and self.options.update == "new":
             return False
-        new = result.new_baseline(versions(), allocator_configuration())
+        new = result.new_baseline(allocator_configuration())
         if old is not None and old.to_json() == new.to_json():
             return False
         store.put(result.nodeid, result.environment, new)
@@ -115,6 +118,8 @@ class Session:
 
     def _obsolete(self, store: BaselineStore) -> list[tuple[str, str]]:
         """Stored tests that no longer exist, as far as this run can tell: their module was collected whole, or is gone."""
+        from pytest_gpumem.baselines import split_nodeid
+
         if self.errors_in_collection or not self.collected:
             return []
         modules = {split_nodeid(nodeid)[0] for nodeid in self.collected}
@@ -141,9 +146,11 @@ class Session:
         return [path.relative_to(root).as_posix() for path in paths if path.is_relative_to(root)]
 
     def _json(self, path: Path) -> None:
-        from pytest_gpumem.measurement import versions
+        from pytest_gpumem.present import json as json_file
 
-        json_file.write(path, list(self.results.values()), {"versions": versions() if self.results else {}})
+        results = list(self.results.values())
+        versions = {name: version for result in results for name, version in result.versions.items()}
+        json_file.write(path, results, {"versions": versions})
 
     # -- telling
 
@@ -154,6 +161,8 @@ class Session:
         shown = bool(self.results) and self.config.get_verbosity() >= 0
         if not (shown or self.updated or self.obsolete or self.removed or self.problems):
             return
+        from pytest_gpumem.present import terminal
+
         terminalreporter.write_sep("=", "gpumem")
         if shown:
             write(terminal.summary(list(self.results.values())))

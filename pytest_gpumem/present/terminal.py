@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from pytest_gpumem.budget import Budget
 from pytest_gpumem.categories import CATEGORIES
+from pytest_gpumem.checks import instant_of_peak
 from pytest_gpumem.report import RankReport
 from pytest_gpumem.results import TestResult
 from pytest_gpumem.units import change, gib, human
@@ -39,6 +40,14 @@ def failure(result: TestResult) -> str:
     if any(verdict.name == "measured" for verdict in failed):
         return "\n".join(lines).rstrip()
     return "\n".join(lines).rstrip() + "\n\n" + tables(result)
+
+
+def passed(result: TestResult) -> str:
+    """What a test that passed has to show: the checks it passed, then the tables, phases among them."""
+    report = result.worst
+    lines = [title(result), f"peak {human(report.allocated)} {instant_of_peak(report, len(result.ranks))}"]
+    lines += [line for v in result.verdicts for line in _wrapped(f"passed {v.name}: {v.message}")]
+    return "\n\n".join(["\n".join(lines), tables(result), phase_table(report)]).rstrip()
 
 
 def _wrapped(message: str) -> list[str]:
@@ -100,9 +109,20 @@ def budget_table(budget: Budget, report: RankReport) -> str:
     requested = report.peak_bytes["requested"] or 0
     rows.append(("peak", "", gib(requested), in_n(requested)))
     notes = [f"{term.name}: {term.note}" for term in budget.terms if term.note and (term.measured or term.expected)]
-    head = f"{unit} = {human(budget.n_local)}; own peaks in requested bytes, so they do not add up to the peak"
+    head = f"{unit} = {human(budget.n_local)}; own peaks in requested bytes: no sum of the rows"
     below = [line for note in notes for line in _wrapped(note)]
     return "\n".join([*_wrapped(head), _table(rows, ("GiB", "by rule", "measured", f"in {unit}")), *below])
+
+
+def phase_table(report: RankReport) -> str:
+    """Each phase's peak and what was live at its end, for the first two steps and the last; "" without steps."""
+    shown = report.steps if len(report.steps) <= 3 else [*report.steps[:2], report.steps[-1]]
+    rows = [
+        (f"step {step.index} {name}", gib(phase.peak), gib(phase.end))
+        for step in shown
+        for name, phase in step.phases.items()
+    ]
+    return _table(rows, ("GiB", "peak", "at its end")) if rows else ""
 
 
 def out_of_memory(report: RankReport) -> str:

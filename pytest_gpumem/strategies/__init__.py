@@ -36,6 +36,6 @@ def wrapped_modules(model: torch.nn.Module, wrap: Sequence[type]) -> list[torch.
     modules = list(model.modules())[1:]
     for cls in wrap:
         if not any(isinstance(module, cls) for module in modules):
-            kinds = sorted({type(module).__name__ for module in modules})
-            raise ValueError(f"wrap: no submodule is a {cls.__name__}; the model has {', '.join(kinds)}")
+            kinds = ", ".join(sorted({type(module).__name__ for module in modules})) or "no submodules"
+            raise ValueError(f"wrap: no submodule is a {cls.__name__}; the model has {kinds}")
     return [module for module in reversed(modules) if isinstance(module, tuple(wrap))]
