@@ -55,7 +55,7 @@ def run_checks(
 
     `how` is the command that records or accepts the figures.
     """
-    if not any(report.allocations for report in measured.reports):
+    if not any(report.allocations or report.out_of_memory for report in measured.reports):
         return [_nothing()]
     verdicts = [*_limit(settings, measured), *_limits(settings, measured), *_budget(settings, measured)]
     if compare and settings.baseline is not False:

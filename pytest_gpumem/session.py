@@ -55,12 +55,12 @@ class Session:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = getattr(report, "gpumem", None)
-        if data is None or report.when != "call":
+        expected = hasattr(report, "wasxfail")
+        if data is None or report.when != "call" or (report.skipped and not expected):
             return
         from pytest_gpumem.results import TestResult
 
         result = TestResult.from_json(data)
-        expected = hasattr(report, "wasxfail")
         result.outcome = ("xpassed" if report.passed else "xfailed") if expected else report.outcome
         result.updates &= report.passed and not expected
         self.results[result.nodeid] = result

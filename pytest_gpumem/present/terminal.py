@@ -145,7 +145,8 @@ def summary(results: Sequence[TestResult]) -> str:
     for result in results:
         budget = result.budget
         states = f"{budget.measured_bytes / budget.n_bytes * budget.shards:.2f}N" if budget.n_bytes else ""
-        verdict = result.outcome if not result.failed else "FAILED " + ", ".join(v.name for v in result.failed)
+        failed = ", ".join(verdict.name for verdict in result.failed)
+        verdict = f"FAILED {failed}" if failed and result.outcome != "xfailed" else result.outcome
         if result.worst.out_of_memory is not None:
             verdict += " (OOM)"
         name = result.nodeid.partition("::")[2]

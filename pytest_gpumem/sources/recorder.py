@@ -63,7 +63,7 @@ class Recorder:
         self._phases: list[str] = []
         self._calls = self._applies = 0
         self._named: list[str] = []
-        self._claimed: set[tuple[int, str]] = set()
+        self._claimed: set[tuple[int, str, bool]] = set()
         self._interrupted = False
         self._handles: list[Any] = []
         allocator.on_out_of_memory = self._out_of_memory
@@ -147,15 +147,15 @@ class Recorder:
             if not self.belongs(local):
                 continue
             block = self.storages.block_of(local)
-            if block is not None and (block, category) not in self._claimed:
-                self._claimed.add((block, category))
+            if block is not None and (block, category, weak) not in self._claimed:
+                self._claimed.add((block, category, weak))
                 self.trace.events.append(Own(block, category, weak))
 
     def claim_since(self, event: int, category: str) -> None:
         """Claim every block that was handed out since `len(trace.events)` was `event`, and is still live."""
         for alloc in [e for e in self.trace.events[event:] if isinstance(e, Alloc)]:
             if alloc.block in self.allocator.live:
-                self._claimed.add((alloc.block, category))
+                self._claimed.add((alloc.block, category, False))
                 self.trace.events.append(Own(alloc.block, category))
 
     def survey(self) -> None:
@@ -181,7 +181,7 @@ class Recorder:
     def is_gathered(self, parameter: torch.Tensor) -> bool:
         """The parameter's memory is communication: FSDP has gathered it for a while."""
         block = self.storages.block_of(parameter)
-        return (block, COMMUNICATION) in self._claimed
+        return (block, COMMUNICATION, False) in self._claimed
 
     def _claim_inputs(self, values: Iterable[object]) -> None:
         if self._phases and self._phases[-1].rpartition("/")[2] == FORWARD:

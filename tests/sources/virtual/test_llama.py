@@ -65,6 +65,7 @@ def test_fsdp_over_8_ranks_keeps_an_eighth() -> None:
 def test_ddp_keeps_the_4n_and_its_buckets_one_more() -> None:
     """And while foreach AdamW makes its denominators, the 6th N. No bucket rounds: every size here is a multiple of 512."""
     run = llama("ddp", 8)
+    assert run.budget.n_bytes == N
     assert run.report.model_states == {"parameters": N, "gradients": N, "optimizer_state": 2 * N}
     frequencies = 512  # each forward broadcasts the rotary embedding's one buffer of 64 floats, as a flat copy
     assert run.report.category_peaks["communication"] == N + frequencies
