@@ -115,11 +115,11 @@ def _run_ranks(isolation: Isolation, item: pytest.Item) -> list[pytest.TestRepor
     figures = []
     for rank in others:
         reports = isolation.run(item, Assignment(rank, reports=False), settings.timeout).reports
-        if any(report.failed for report in reports):
+        if not all(report.passed for report in reports):
             for report in reports:
                 report.sections.append(("gpumem", f"this is rank {rank} of {settings.world_size}"))
             return reports
-        figures += [report.gpumem for report in reports if hasattr(report, "gpumem")]
+        figures += [figure for report in reports if hasattr(report, "gpumem") for figure in report.gpumem["ranks"]]
     return isolation.run(item, Assignment(first, other_ranks=tuple(figures)), settings.timeout).reports
 
 

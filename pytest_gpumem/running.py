@@ -40,25 +40,21 @@ class Running:
     def body_passed(self) -> None:
         """The test's body is done: its checks fail it as an assertion in it would."""
         __tracebackhide__ = True
-        result = self._take(self.measurement.result(), judge=self.assignment.reports)
-        if result is None:
-            return
+        result = self._take(judge=self.assignment.reports)
         if result.failed:
             pytest.fail(terminal.failure(result), pytrace=False)
         self.item.add_report_section("call", "gpumem", terminal.passed(result))  # shown by -rP
 
     def body_raised(self, error: BaseException) -> BaseException:
         """The body raised: what was measured until then is kept. Gives the error to raise."""
-        self._take(self.measurement.result(), judge=False)
+        self._take(judge=False)
         if is_device_error(error) and not self.item.config.option.fulltrace:
             error.__context__ = None
             return error.with_traceback(_of_the_test(error, self.item.path))
         return error
 
-    def _take(self, mine: RankMeasurement, judge: bool) -> TestResult | None:
-        if not self.assignment.reports:
-            self.data = mine.to_json()
-            return None
+    def _take(self, judge: bool) -> TestResult:
+        mine = self.measurement.result()
         ranks = [mine, *(RankMeasurement.from_json(data) for data in self.assignment.other_ranks)]
         settings = self.settings
         trace = self.measurement.trace

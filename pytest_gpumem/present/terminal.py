@@ -26,18 +26,18 @@ def title(result: TestResult) -> str:
 def failure(result: TestResult) -> str:
     """The message of a test whose checks failed: each failed check, then the tables."""
     failed = result.failed
-    of = f" of {len(result.verdicts)}" if len(result.verdicts) > len(failed) else ""
-    lines = [
-        f"gpumem: {len(failed)}{of} check{'s' if len(result.verdicts) > 1 else ''} failed",
-        *_wrapped(title(result)),
-        "",
-    ]
+    nothing = any(verdict.name == "measured" for verdict in failed)
+    names = ", ".join(verdict.name for verdict in failed)
+    peak = human(result.worst.peak_bytes[result.metric] or 0)
+    # The first line is all that pytest's short summary shows.
+    head = "gpumem: nothing was measured" if nothing else f"gpumem: {names} failed, peak {peak}"
+    lines = [head, *_wrapped(title(result)), ""]
     for verdict in failed:
         lines += [*_wrapped(f"FAILED {verdict.name}: {verdict.message}"), ""]
     for verdict in result.verdicts:
         if verdict.passed:
             lines += _wrapped(f"passed {verdict.name}: {verdict.message}")
-    if any(verdict.name == "measured" for verdict in failed):
+    if nothing:
         return "\n".join(lines).rstrip()
     return "\n".join(lines).rstrip() + "\n\n" + tables(result)
 
