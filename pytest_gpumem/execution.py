@@ -21,7 +21,7 @@ class Execution:
     def __init__(self, session: pytest.Session) -> None:
         isolated = any(SETTINGS in item.stash and _isolated(item) for item in session.items)
         wanted = isolated and not session.config.option.collectonly and not in_child()
-        self.isolation = Isolation(session, warm_up="pytest_gpumem.measurement:warm_up") if wanted else None
+        self.isolation = Isolation(session, warm_up="pytest_gpumem.warm_up:warm_up") if wanted else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:

@@ -5,7 +5,6 @@ Imports torch: only processes that run a marked test get here.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
@@ -46,20 +45,6 @@ class Measurement:
         self.gpu.finish()
         figures = report.build(self.trace)
         return RankMeasurement(figures, budget_of(self.trace, figures), self.trace.strategy, self.trace.assumptions)
-
-
-def warm_up() -> None:
-    """Import what every rank needs, once, in the process that ranks are forked from. Runs nothing and starts no thread."""
-    for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"):
-        importlib.import_module(module)
-    from pytest_gpumem import fixture  # noqa: F401
-    from pytest_gpumem.sources.virtual import attention, autocast, device
-    from pytest_gpumem.sources.virtual.mode import VirtualMode
-
-    device.register()
-    autocast.register()
-    attention.register()
-    VirtualMode()  # imports torch._dynamo
 
 
 def is_device_error(error: BaseException) -> bool:

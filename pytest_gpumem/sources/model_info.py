@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 
 from pytest_gpumem.trace import OptimizerInfo, ParameterInfo
 
-if TYPE_CHECKING:
-    from pytest_gpumem.sources.recorder import Recorder
-
 _OPTIONS = ("momentum", "amsgrad", "centered", "foreach", "fused")
 
 
-def describe(recorder: Recorder) -> tuple[tuple[ParameterInfo, ...], tuple[int, ...], tuple[OptimizerInfo, ...]]:
-    """Parameters (each storage once), the gathered bytes of each FSDP unit (largest first), and optimizers."""
+def describe(
+    modules: Collection[torch.nn.Module],
+    optimizers: Collection[torch.optim.Optimizer],
+    block_of: Callable[[torch.Tensor], int | None],
+) -> tuple[tuple[ParameterInfo, ...], tuple[int, ...], tuple[OptimizerInfo, ...]]:
+    """Parameters (each storage once), the gathered bytes of each FSDP unit (largest first), and optimizers.
+
+    `block_of` gives the block that a parameter keeps on the measured device, None for one that keeps none.
+    """
     seen: dict[tuple[Any, ...], ParameterInfo] = {}
-    for parameter in _parameters(recorder):
+    for parameter in _parameters(modules, optimizers):
         local = getattr(parameter, "_local_tensor", parameter)
-        if not recorder.belongs(local) or recorder.is_gathered(local):
-            continue
-        block = recorder.storages.block_of(local)
+        block = block_of(local)
         if block is not None:
             # Tied weights are one storage at one offset; parts of a flat storage differ in their offset.
             seen.setdefault((block, local.storage_offset(), local.numel()), _info(parameter, local))
-    optimizers = tuple(_optimizer(optimizer) for optimizer in recorder.optimizers)
-    return tuple(seen.values()), tuple(sorted(_units(recorder), reverse=True)), optimizers
+    units = sorted(_units(modules), reverse=True)
+    return tuple(seen.values()), tuple(units), tuple(_optimizer(optimizer) for optimizer in optimizers)
 
 
-def _parameters(recorder: Recorder) -> Iterator[torch.Tensor]:
-    for optimizer in recorder.optimizers:
+def _parameters(
+    modules: Collection[torch.nn.Module], optimizers: Collection[torch.optim.Optimizer]
+) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]
-    for module in recorder.modules:
+    for module in modules:
         yield from (p for p in module._parameters.values() if p is not None)
 
 
@@ -56,10 +60,10 @@ def _shards(parameter: torch.Tensor) -> int:
     return shards
 
 
-def _units(recorder: Recorder) -> Iterator[int]:
+def _units(modules: Collection[torch.nn.Module]) -> Iterator[int]:
     from torch.distributed.fsdp import FSDPModule
 
-    wrapped = [module for module in recorder.modules if isinstance(module, FSDPModule)]
+    wrapped = [module for module in modules if isinstance(module, FSDPModule)]
     for module in wrapped:
         inner = {
             id(p) for child in module.modules() if child is not module and child in wrapped for p in child.parameters()

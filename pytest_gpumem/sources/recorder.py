@@ -63,7 +63,7 @@ class Recorder:
         self._phases: list[str] = []
         self._calls = self._applies = 0
         self._named: list[str] = []
-        self._claimed: set[tuple[int, str, bool]] = set()
+        self._claimed: set[tuple[int | None, str, bool]] = set()
         self._interrupted = False
         self._handles: list[Any] = []
         allocator.on_out_of_memory = self._out_of_memory
@@ -178,10 +178,10 @@ class Recorder:
             self.claim(parameter, PARAMETERS)
             self.claim(parameter.grad, GRADIENTS)
 
-    def is_gathered(self, parameter: torch.Tensor) -> bool:
-        """The parameter's memory is communication: FSDP has gathered it for a while."""
-        block = self.storages.block_of(parameter)
-        return (block, COMMUNICATION, False) in self._claimed
+    def _kept_block(self, parameter: torch.Tensor) -> int | None:
+        """The block of a parameter on the device; None for one that lies elsewhere, or that FSDP has gathered for a while."""
+        block = self.storages.block_of(parameter) if self.belongs(parameter) else None
+        return None if (block, COMMUNICATION, False) in self._claimed else block
 
     def _claim_inputs(self, values: Iterable[object]) -> None:
         if self._phases and self._phases[-1].rpartition("/")[2] == FORWARD:
@@ -192,7 +192,9 @@ class Recorder:
 
     def describe(self) -> None:
         """Note in the trace what parameters and optimizers there are."""
-        self.trace.parameters, self.trace.units, self.trace.optimizers = describe(self)
+        self.trace.parameters, self.trace.units, self.trace.optimizers = describe(
+            list(self.modules), list(self.optimizers), self._kept_block
+        )
 
     # -- hooks
 
