@@ -29,6 +29,10 @@ _STATES = {
     "RMSprop": 1,
 }
 _ADAM = ("Adam", "AdamW")
+# Scalars that a parameter has on the GPU where `fused` or `capturable` is set (`step`; NAdam's `mu_product` too), each a
+# float32: same places, and `_get_scalar_dtype` in torch/optim/optimizer.py.
+_COUNTERS = {**dict.fromkeys(_STATES, 1), "NAdam": 2, "SGD": 0}
+_COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,15 @@ class Term:
 class Budget:
     """Model states against the analytical figure, for one rank.
 
-    `n_bytes` is N of the whole model; `n_local` what one rank keeps of it (with padding); `frozen_bytes` the frozen parameters
-    that it keeps. `per_n` is how many N the optimizer's rules give, None where they are unknown.
+    `n_bytes` is N of the whole model; `n_local` what one rank keeps of it (with padding); `frozen_bytes` the frozen
+    parameters that it keeps; `counter_bytes` the optimizer's step counters, where it keeps them on the GPU. `per_n` is how
+    many N the optimizer's rules give, None where they are unknown.
     """
 
     n_bytes: int
     n_local: int
     frozen_bytes: int
+    counter_bytes: int
     padding_bytes: int
     shards: int
     optimizer: str
@@ -64,8 +70,13 @@ class Budget:
     terms: tuple[Term, ...]
 
     def limit(self, expression: float) -> int:
-        """Bytes that a budget of `expression` N allows on this rank: frozen parameters come on top of it."""
-        return int(Fraction(str(expression)) * self.n_local) + self.frozen_bytes
+        """Bytes that a budget of `expression` N allows on this rank: what is no multiple of N comes on top of it."""
+        return int(Fraction(str(expression)) * self.n_local) + self.beside_n
+
+    @property
+    def beside_n(self) -> int:
+        """Bytes of model states that are no multiple of N: frozen parameters and step counters."""
+        return self.frozen_bytes + self.counter_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,6 +95,7 @@ def budget_of(trace: MemoryTrace, report: RankReport) -> Budget:
     padding = sum(p.local_nbytes - p.nbytes // p.shards for p in trace.parameters)
     shards = max((p.shards for p in trace.parameters), default=1)
     factor = _states(trace.optimizers)
+    counters = _counters(trace.optimizers) * len(trainable)
     names = " + ".join(optimizer.name for optimizer in trace.optimizers)
     states = report.model_states
     peaks = report.category_requested_peaks
@@ -92,10 +104,10 @@ def budget_of(trace: MemoryTrace, report: RankReport) -> Budget:
         Term("gradients", n_local, states[GRADIENTS], True),
         Term(
             "optimizer state",
-            None if factor is None else int(factor * n_local),
+            None if factor is None else int(factor * n_local) + counters,
             states[OPTIMIZER_STATE],
             True,
-            names or "no optimizer stepped",
+            (names or "no optimizer stepped") + (f"; {counters:,} B of step counters" if counters else ""),
         ),
         _optimizer_temporaries(trace.optimizers, n_local, report.optimizer_temporaries),
         *_communication(trace, n_local, peaks[COMMUNICATION]),
@@ -107,6 +119,7 @@ def budget_of(trace: MemoryTrace, report: RankReport) -> Budget:
         n_bytes=n_bytes,
         n_local=n_local,
         frozen_bytes=frozen,
+        counter_bytes=counters,
         padding_bytes=padding,
         shards=shards,
         optimizer=names,
@@ -135,6 +148,15 @@ def _states_of(optimizer: OptimizerInfo) -> float | None:
         return None
     extra = sum(1 for option in ("momentum", "amsgrad", "centered") if optimizer.option(option))
     return float(states + extra)
+
+
+def _counters(optimizers: Sequence[OptimizerInfo]) -> int:
+    """Bytes of step counters on the GPU for each parameter; 0 where several optimizers differ."""
+    each = {
+        _COUNTERS.get(optimizer.name, 0) if optimizer.option("fused") or optimizer.option("capturable") else 0
+        for optimizer in optimizers
+    }
+    return _COUNTER_BYTES * (each.pop() if len(each) == 1 else 0)
 
 
 def _optimizer_temporaries(optimizers: Sequence[OptimizerInfo], n_local: int, measured: int) -> Term:

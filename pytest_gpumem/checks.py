@@ -14,7 +14,7 @@ from pytest_gpumem.budget import Budget
 from pytest_gpumem.categories import CATEGORIES, GRADIENTS
 from pytest_gpumem.marker import Settings
 from pytest_gpumem.report import RankReport, worst
-from pytest_gpumem.units import change, human
+from pytest_gpumem.units import apart, change, human
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,12 @@ def _limit(settings: Settings, measured: Measured) -> Iterator[Verdict]:
     if value <= limit:
         yield Verdict("max", True, f"peak {human(value)} of {human(limit)}", limit, value)
         return
+    peak, most = apart(value, limit)
     metric = "" if settings.metric == "allocated" else f" ({settings.metric})"
     yield Verdict(
         "max",
         False,
-        f"peak{metric} {human(value)} is over the limit of {human(limit)} by {human(value - limit)},\n"
+        f"peak{metric} {peak} is over the limit of {most} by {human(value - limit)},\n"
         f"{instant_of_peak(report, len(measured.reports))}",
         limit,
         value,
@@ -113,10 +114,11 @@ def _limits(settings: Settings, measured: Measured) -> Iterator[Verdict]:
         if value <= limit:
             yield Verdict(name, True, f"{category} {human(value)} of {human(limit)}", limit, value)
         else:
+            peak, most = apart(value, limit)
             yield Verdict(
                 name,
                 False,
-                f"{category} peak at {human(value)}, over the limit of {human(limit)} by {human(value - limit)},\n"
+                f"{category} peak at {peak}, over the limit of {most} by {human(value - limit)},\n"
                 f"on rank {report.rank} (worst of {len(measured.reports)} measured)",
                 limit,
                 value,
@@ -142,14 +144,15 @@ def _budget(settings: Settings, measured: Measured) -> Iterator[Verdict]:
     limit, value = budget.limit(settings.budget), budget.measured_bytes
     share = f" over {budget.shards} ranks" if budget.shards > 1 else ""
     unit = f"N = {human(budget.n_bytes)}{share}"
-    ran = f"{(value - budget.frozen_bytes) / budget.n_local:.4g}N"
+    ran = f"{(value - budget.beside_n) / budget.n_local:.4g}N"
     if value <= limit:
         yield Verdict("budget", True, f"model states {human(value)} = {ran} of {expression} ({unit})", limit, value)
         return
+    states, most = apart(value, limit)
     yield Verdict(
         "budget",
         False,
-        f"model states {human(value)} = {ran}, over the budget of {expression}{share} = {human(limit)} "
+        f"model states {states} = {ran}, over the budget of {expression}{share} = {most} "
         f"by {human(value - limit)}\n({unit})",
         limit,
         value,
@@ -184,7 +187,7 @@ def _baseline(settings: Settings, measured: Measured, baseline: Baseline | None,
         return
     grew = any(now > was for _, was, now in off)
     lines = [
-        f"{'peak' if name == 'total' else name} {human(was)} -> {human(now)}: {change(now - was)} "
+        f"{'peak' if name == 'total' else name} {' -> '.join(apart(was, now))}: {change(now - was)} "
         f"(tolerance {settings.tolerance.of(name)})"
         for name, was, now in off
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -91,11 +92,27 @@ def parse_tolerance(value: object) -> Tolerance:
         raise ValueError(f'{value!r} is not a tolerance; write "2%" or "64 MiB"') from None
 
 
-def gib(nbytes: int) -> str:
-    """For a column headed GiB: "50.205", and "<0.001" for what would read as zero but is not."""
-    if 0 < abs(nbytes) < GIB / 2000:
-        return "<0.001" if nbytes > 0 else ">-0.001"
-    return f"{nbytes / GIB:.3f}"
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a table's columns: `cell(nbytes)` is a number of it, with three decimals."""
+
+    name: str
+    nbytes: int
+
+    def cell(self, nbytes: int) -> str:
+        """ "50.205", and "<0.001" for what would read as zero but is not."""
+        if 0 < abs(nbytes) < self.nbytes / 2000:
+            return "<0.001" if nbytes > 0 else ">-0.001"
+        return f"{nbytes / self.nbytes:.3f}"
+
+
+def unit_for(sizes: Iterable[int]) -> Unit:
+    """GiB; for a table whose largest figure is below a tenth of that MiB, and so on down to KiB."""
+    largest = max((abs(size) for size in sizes), default=0)
+    for name, nbytes in (("GiB", GIB), ("MiB", 2**20)):
+        if largest >= nbytes / 10:
+            return Unit(name, nbytes)
+    return Unit("KiB", 2**10) if largest else Unit("GiB", GIB)
 
 
 def human(nbytes: int) -> str:
@@ -109,6 +126,12 @@ def human(nbytes: int) -> str:
     if size >= 2**10:
         return f"{sign}{size / 2**10:.1f} KiB"
     return f"{sign}{size} B"
+
+
+def apart(one: int, other: int) -> tuple[str, str]:
+    """Two sizes side by side, as `human` gives them; in bytes where they differ by less than that shows."""
+    words = human(one), human(other)
+    return (f"{one:,} B", f"{other:,} B") if words[0] == words[1] and one != other else words
 
 
 def change(nbytes: int) -> str:

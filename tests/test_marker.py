@@ -213,7 +213,10 @@ def test_a_nearer_layer_overrides_argument_by_argument() -> None:
 
 
 def test_merge_remembers_where_each_value_was_said() -> None:
-    layers: list[tuple[str, Mapping[str, Any]]] = [(MODULE, {"metric": "requested", "budget": "4N"}), (FUNCTION, {"budget": "5N"})]
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        (MODULE, {"metric": "requested", "budget": "4N"}),
+        (FUNCTION, {"budget": "5N"}),
+    ]
     assert merge(layers) == {"metric": ("requested", MODULE), "budget": ("5N", FUNCTION)}
 
 
@@ -238,7 +241,7 @@ def test_two_maxima_in_one_layer_are_refused(together: tuple[str, ...]) -> None:
 
 
 def test_a_bad_value_is_blamed_on_its_own_layer() -> None:
-    with pytest.raises(MarkerError, match="^module's marker: budget=4: "):
+    with pytest.raises(MarkerError, match=r"^module's marker: budget=4: "):
         settings_from([(MODULE, {"budget": 4}), (FUNCTION, {"max": 1})])
 
 
@@ -280,7 +283,7 @@ def test_the_last_rank_is_in_the_world_and_the_next_is_not(world_size: int) -> N
 def test_ranks_meet_the_world_size_of_another_layer() -> None:
     settings = settings_from([("ini", {"ranks": "all"}), (FUNCTION, {"world_size": 2})])
     assert settings.ranks == (0, 1)
-    with pytest.raises(MarkerError, match="^ini: ranks='1': rank 1 is not in a world of 1"):
+    with pytest.raises(MarkerError, match=r"^ini: ranks='1': rank 1 is not in a world of 1"):
         settings_from([("ini", {"ranks": "1"}), (FUNCTION, {"budget": "4N"})])
 
 

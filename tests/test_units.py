@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.units import GB, GIB, Tolerance, change, gib, human, parse_size, parse_tolerance
+from pytest_gpumem.units import GB, GIB, Tolerance, Unit, apart, change, human, parse_size, parse_tolerance, unit_for
 
 sizes = st.integers(0, 2**63 - 1)
 
@@ -80,7 +80,24 @@ def test_decimals_are_taken_as_written(hundredths: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", " ", "lots", "GiB", "40 XB", "40 GiB GiB", "1,5 GB", "4 0", "0x10", "1e", None, True, False, [40], b"40", 1 + 2j],
+    [
+        "",
+        " ",
+        "lots",
+        "GiB",
+        "40 XB",
+        "40 GiB GiB",
+        "1,5 GB",
+        "4 0",
+        "0x10",
+        "1e",
+        None,
+        True,
+        False,
+        [40],
+        b"40",
+        1 + 2j,
+    ],
 )
 def test_what_is_no_size(value: object) -> None:
     with pytest.raises(ValueError, match="is not a size; write a number or a string such as"):
@@ -123,7 +140,8 @@ def test_a_tolerance(value: object, tolerance: Tolerance) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "%", "two%", "-2%", "nan%", "inf%", "2%%", "2% of it", "some", "-64 MiB", -1, None, True, {}, float("nan")]
+    "value",
+    ["", "%", "two%", "-2%", "nan%", "inf%", "2%%", "2% of it", "some", "-64 MiB", -1, None, True, {}, float("nan")],
 )
 def test_what_is_no_tolerance(value: object) -> None:
     with pytest.raises(ValueError, match='is not a tolerance; write "2%" or "64 MiB"'):
@@ -197,13 +215,43 @@ def test_a_tolerance_in_words(tolerance: Tolerance, text: str) -> None:
     ],
 )
 def test_a_column_of_gib(nbytes: int, text: str) -> None:
-    assert gib(nbytes) == text
+    assert Unit("GiB", GIB).cell(nbytes) == text
 
 
 @given(st.integers(-(10**15), 10**15).filter(bool))
 @settings(deadline=None)
 def test_a_column_of_gib_never_shows_zero_for_something(nbytes: int) -> None:
-    assert gib(nbytes).strip("-") != "0.000"
+    assert Unit("GiB", GIB).cell(nbytes).strip("-") != "0.000"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit"),
+    [
+        ([], "GiB"),
+        ([0, 0], "GiB"),
+        ([1], "KiB"),
+        ([104_857], "KiB"),  # a tenth of 2^20 is 104,857.6
+        ([104_858, 3], "MiB"),
+        ([107_374_182], "MiB"),  # a tenth of 2^30 is 107,374,182.4
+        ([3, 107_374_183], "GiB"),
+        ([-107_374_183], "GiB"),
+    ],
+)
+def test_the_unit_of_a_table_suits_its_largest_size(sizes: list[int], unit: str) -> None:
+    assert unit_for(sizes).name == unit
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        (GIB, 2 * GIB, ("1.000 GiB", "2.000 GiB")),
+        (GIB, GIB, ("1.000 GiB", "1.000 GiB")),
+        (GIB, GIB + 1, ("1,073,741,824 B", "1,073,741,825 B")),
+        (5, 6, ("5 B", "6 B")),
+    ],
+)
+def test_two_sizes_that_differ_read_differently(one: int, other: int, text: tuple[str, str]) -> None:
+    assert apart(one, other) == text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from pytest_gpumem.categories import CATEGORIES
 from pytest_gpumem.checks import instant_of_peak
 from pytest_gpumem.report import RankReport
 from pytest_gpumem.results import TestResult
-from pytest_gpumem.units import change, gib, human
+from pytest_gpumem.units import change, human, unit_for
 
 
 def title(result: TestResult) -> str:
@@ -50,15 +51,20 @@ def passed(result: TestResult) -> str:
     return "\n\n".join(["\n".join(lines), tables(result), phase_table(report)]).rstrip()
 
 
+_SIZE = re.compile(r"(?<=\d) (?=(?:[KMG]i)?B\b)")
+
+
 def _wrapped(message: str) -> list[str]:
-    """Lines of at most 72 columns, the further ones indented; a command is never broken."""
+    """Lines of at most 72 columns, the further ones indented; no command is broken, and no number parted from its unit."""
     lines = []
     for number, line in enumerate(message.splitlines()):
         indent = "  " if number else ""
         if "pytest " in line:
             lines.append(indent + line.strip())
         else:
-            lines += textwrap.wrap(line, 72, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
+            joined = _SIZE.sub("\0", line)
+            wrapped = textwrap.wrap(joined, 72, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False)
+            lines += [line.replace("\0", " ") for line in wrapped]
     return lines
 
 
@@ -81,48 +87,45 @@ def category_table(result: TestResult) -> str:
         stored = result.baseline
         rows = [_compared(c, stored.categories.get(c, 0), report.category_peaks[c]) for c in shown]
         rows.append(_compared("all, at the peak", stored.peak, report.peak_bytes[result.metric] or 0))
-        return _table(rows, ("own peak, GiB", "baseline", "now", "change"))
-    rows = [(c, gib(report.at_peak[c]), gib(report.category_peaks[c])) for c in shown]
-    rows.append(("all", gib(report.allocated), ""))
-    return _table(rows, ("GiB", "at peak", "own peak"))
+        return _table(rows, ("own peak, {unit}", "baseline", "now", "change"))
+    rows = [(c, report.at_peak[c], report.category_peaks[c]) for c in shown]
+    return _table([*rows, ("all", report.allocated, "")], ("{unit}", "at peak", "own peak"))
 
 
-def _compared(name: str, was: int, now: int) -> tuple[str, ...]:
-    return name, gib(was), gib(now), "" if now == was else change(now - was)
+def _compared(name: str, was: int, now: int) -> tuple[str | int, ...]:
+    return name, was, now, "" if now == was else change(now - was)
 
 
 def budget_table(budget: Budget, report: RankReport) -> str:
-    """Every term of the budget beside its measured value, in GiB and in N of this rank."""
+    """Every term of the budget beside its measured value, in bytes and in N of this rank."""
 
     def in_n(nbytes: int) -> str:
         return f"{nbytes / budget.n_local:.2f}"
 
     unit = "N" if budget.shards == 1 else f"N/{budget.shards}"
-    rows = [
-        (term.name, "" if term.expected is None else gib(term.expected), gib(term.measured), in_n(term.measured))
+    rows: list[tuple[str | int, ...]] = [
+        (term.name, "" if term.expected is None else term.expected, term.measured, in_n(term.measured))
         for term in budget.terms
         if term.measured or term.expected
     ]
     states = sum(1 for term in budget.terms if term.in_budget and (term.measured or term.expected))
-    expected = "" if budget.per_n is None else gib(int(budget.per_n * budget.n_local) + budget.frozen_bytes)
-    rows.insert(states, ("= model states", expected, gib(budget.measured_bytes), in_n(budget.measured_bytes)))
+    expected = "" if budget.per_n is None else budget.limit(budget.per_n)
+    rows.insert(states, ("= model states", expected, budget.measured_bytes, in_n(budget.measured_bytes)))
     requested = report.peak_bytes["requested"] or 0
-    rows.append(("peak", "", gib(requested), in_n(requested)))
+    rows.append(("peak", "", requested, in_n(requested)))
     notes = [f"{term.name}: {term.note}" for term in budget.terms if term.note and (term.measured or term.expected)]
     head = f"{unit} = {human(budget.n_local)}; own peaks in requested bytes: no sum of the rows"
     below = [line for note in notes for line in _wrapped(note)]
-    return "\n".join([*_wrapped(head), _table(rows, ("GiB", "by rule", "measured", f"in {unit}")), *below])
+    return "\n".join([*_wrapped(head), _table(rows, ("{unit}", "by rule", "measured", f"in {unit}")), *below])
 
 
 def phase_table(report: RankReport) -> str:
     """Each phase's peak and what was live at its end, for the first two steps and the last; "" without steps."""
     shown = report.steps if len(report.steps) <= 3 else [*report.steps[:2], report.steps[-1]]
     rows = [
-        (f"step {step.index} {name}", gib(phase.peak), gib(phase.end))
-        for step in shown
-        for name, phase in step.phases.items()
+        (f"step {step.index} {name}", phase.peak, phase.end) for step in shown for name, phase in step.phases.items()
     ]
-    return _table(rows, ("GiB", "peak", "at its end")) if rows else ""
+    return _table(rows, ("{unit}", "peak", "at its end")) if rows else ""
 
 
 def out_of_memory(report: RankReport) -> str:
@@ -131,12 +134,11 @@ def out_of_memory(report: RankReport) -> str:
     if oom is None:
         return ""
     step = f"step {oom.step}, " if oom.step is not None else ""
-    rows = [(category, gib(nbytes)) for category, nbytes in oom.composition.items() if nbytes]
-    rows.append(("all", gib(oom.allocated)))
+    rows = [*((category, nbytes) for category, nbytes in oom.composition.items() if nbytes), ("all", oom.allocated)]
     head = (
         f"out of memory in {step}phase {oom.phase}, rank {report.rank}: {human(oom.requested)} more did not fit beside"
     )
-    return "\n".join([*_wrapped(head), _table(rows, ("category", "GiB"))])
+    return "\n".join([*_wrapped(head), _table(rows, ("category", "{unit}"))])
 
 
 def summary(results: Sequence[TestResult]) -> str:
@@ -151,8 +153,8 @@ def summary(results: Sequence[TestResult]) -> str:
             verdict += " (OOM)"
         name = result.nodeid.partition("::")[2]
         where = f"{result.environment.gpu} x {result.environment.world_size} {result.environment.strategy}"
-        rows.append((f"{name}\n  {where}", gib(result.worst.allocated), states, verdict))
-    return _table(rows, ("test", "peak GiB", "states", ""))
+        rows.append((f"{name}\n  {where}", result.worst.allocated, states, verdict))
+    return _table(rows, ("test", "peak {unit}", "states", ""))
 
 
 def updates(rows: Sequence[tuple[str, str, dict[str, int], dict[str, int]]]) -> str:
@@ -162,17 +164,26 @@ def updates(rows: Sequence[tuple[str, str, dict[str, int], dict[str, int]]]) -> 
         lines = [
             (
                 name,
-                gib(old[name]) if name in old else "-",
-                gib(size),
+                old.get(name, "-"),
+                size,
                 "new" if name not in old else change(size - old[name]),
             )
             for name, size in new.items()
             if size or old.get(name)
         ]
-        parts.append(f"{nodeid}\n{environment}\n" + _table(lines, ("GiB", "old", "new", "change")))
+        parts.append(f"{nodeid}\n{environment}\n" + _table(lines, ("{unit}", "old", "new", "change")))
     return "\n\n".join(parts)
 
 
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+def _table(rows: Sequence[Sequence[str | int]], headers: Sequence[str]) -> str:
+    """Integers are bytes; all are shown in the one unit that suits the largest, which `{unit}` in the headers names."""
+    unit = unit_for(cell for row in rows for cell in row if isinstance(cell, int))
+    cells = [[unit.cell(cell) if isinstance(cell, int) else cell for cell in row] for row in rows]
     align = ("left", *("right" for _ in headers[1:]))
-    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=align if rows else None)
+    return tabulate(
+        cells,
+        headers=[header.format(unit=unit.name) for header in headers],
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=align if rows else None,
+    )

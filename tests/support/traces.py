@@ -88,7 +88,9 @@ def traces(draw: st.DrawFn) -> MemoryTrace:
         if action == "alloc":
             requested = draw(st.integers(0, 5000))
             again = draw(st.none() | st.integers(1, builder.blocks)) if builder.blocks else None
-            block = builder.alloc(requested, requested + draw(st.integers(0, 511)), from_host=draw(st.booleans()), again=again)
+            block = builder.alloc(
+                requested, requested + draw(st.integers(0, 511)), from_host=draw(st.booleans()), again=again
+            )
             live.append(block)
         elif action == "free" and live:
             builder.free(live.pop(draw(st.integers(0, len(live) - 1))))
