@@ -141,6 +141,14 @@ def _budget(settings: Settings, measured: Measured) -> Iterator[Verdict]:
             f"Model states without gradients say nothing about {expression}.",
         )
         return
+    if not budget.optimizer:
+        yield Verdict(
+            "budget",
+            False,
+            "no optimizer stepped, so its state was not there to be measured: call step() of a torch.optim.Optimizer.\n"
+            f"Model states without optimizer state say nothing about {expression}.",
+        )
+        return
     limit, value = budget.limit(settings.budget), budget.measured_bytes
     share = f" over {budget.shards} ranks" if budget.shards > 1 else ""
     unit = f"N = {human(budget.n_bytes)}{share}"

@@ -131,6 +131,8 @@ class GpuMem:
         for name, number in (("steps", steps), ("accumulate", accumulate)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r}: a whole number of 1 or more")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype={dtype!r}: expected a floating-point dtype such as torch.bfloat16")
         chosen = strategies.find(self._strategy(strategy))
         where = init or ("meta" if chosen.SHARDED else "device")
         if where not in ("meta", "cpu", "device") or (init == "meta"):
@@ -141,11 +143,16 @@ class GpuMem:
         parallel = self.parallelize(net, strategy, wrap=wrap, **options)
         del net
         parallel.train()
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer: expected a class or a callable that takes the parameters, got {type(optimizer).__name__}; "
+                "write optimizer=torch.optim.AdamW, or lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+            )
         stepper = optimizer(parallel.parameters())
         for name in ("step", "zero_grad"):
             if not callable(getattr(stepper, name, None)):
                 raise TypeError(f"optimizer: expected an optimizer from {optimizer!r}, got {type(stepper).__name__}")
-        batches = _batches(batch)
+        batches = _batches(batch, steps * accumulate)
         for index in range(steps):
             self._recorder.step(index, begins=True)
             try:
@@ -243,7 +250,7 @@ class GpuMem:
         return self._recorder.named(name)
 
 
-def _batches(batch: Any) -> Iterator[Any]:
+def _batches(batch: Any, wanted: int) -> Iterator[Any]:
     if callable(batch):
         while True:
             yield batch()
@@ -252,8 +259,11 @@ def _batches(batch: Any) -> Iterator[Any]:
             f"batch: expected a callable that makes a batch, or an iterable of batches, got {type(batch).__name__}; "
             "write batch=lambda: my_batch"
         )
-    yield from batch
-    raise ValueError("batch: the iterable ended early; it needs steps x accumulate batches")
+    given = 0
+    for item in batch:
+        given += 1
+        yield item
+    raise ValueError(f"batch: the iterable ended after {given}; steps x accumulate = {wanted} batches are needed")
 
 
 def _scalar_loss(model: Any, batch: Any, loss: Any) -> torch.Tensor:

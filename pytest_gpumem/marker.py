@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,8 @@ def near_miss(name: str, known: Iterable[str]) -> str:
 def merge(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, tuple[Any, str]]:
     """Argument -> (value, where it was said), from layers of (where, arguments), the farthest first.
 
-    `max`, `max_gb` and `max_gib` are three ways to say one thing: a nearer one replaces any farther one.
+    `max`, `max_gb` and `max_gib` are three ways to say one thing: a nearer one replaces any farther one. A nearer None takes
+    back what a farther layer said.
     """
     merged: dict[str, tuple[Any, str]] = {}
     maxima = ("max", "max_gb", "max_gib")
@@ -108,14 +109,14 @@ def merge(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, tuple[An
         for name in arguments:
             if name not in ARGUMENTS:
                 raise MarkerError(f"{where}: unknown argument {name!r}; {near_miss(name, ARGUMENTS)}")
-        said = [name for name in maxima if name in arguments]
+        said = [name for name in maxima if arguments.get(name) is not None]
         if len(said) > 1:
             raise MarkerError(f"{where}: {' and '.join(said)} are given together; write one of them")
-        if said:
+        if any(name in arguments for name in maxima):
             for name in maxima:
                 merged.pop(name, None)
         merged.update({name: (value, where) for name, value in arguments.items()})
-    return merged
+    return {name: said for name, said in merged.items() if said[0] is not None}
 
 
 def settings_from(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> Settings:
@@ -153,7 +154,14 @@ def _max(unit: int) -> Any:
     return lambda value: ("max_bytes", parse_size(value, unit))
 
 
-def _choice(field_name: str, known: tuple[str, ...]) -> Any:
+def _metric(value: object) -> tuple[str, str]:
+    if value in ("active", "reserved"):
+        known = " and ".join(repr(metric) for metric in METRICS)
+        raise ValueError(f"virtual GPUs know {known} bytes only: they have no model of the allocator's segments yet")
+    return _choice("metric", METRICS)(value)
+
+
+def _choice(field_name: str, known: tuple[str, ...]) -> Callable[[object], tuple[str, str]]:
     def parse(value: object) -> tuple[str, str]:
         if value not in known:
             raise ValueError(near_miss(str(value), known))
@@ -251,7 +259,7 @@ _PARSERS: dict[str, Any] = {
     "max_gb": _max(GB),
     "max_gib": _max(GIB),
     "max": _max(1),
-    "metric": _choice("metric", METRICS),
+    "metric": _metric,
     "limits": _limits,
     "budget": _budget,
     "baseline": _flag("baseline"),

@@ -11,6 +11,7 @@ from pytest_gpumem import availability, options
 from pytest_gpumem.marker import ARGUMENTS, MarkerError
 from pytest_gpumem.options import OPTIONS, SETTINGS
 from pytest_gpumem.session import Session
+from pytest_gpumem.xdist import refuse
 
 if TYPE_CHECKING:
     from pytest_gpumem.fixture import GpuMem
@@ -50,38 +51,44 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Settings of every test that will run: a wrong argument ends the run before any test."""
     chosen = session.config.stash[OPTIONS]
-    errors, marked = [], []
+    errors: dict[str, str] = {}
+    marked = []
     for item in session.items:
         try:
             settings = options.settings_of(item, chosen)
         except MarkerError as error:
-            errors.append(f"{item.nodeid}: {error}")
+            errors[item.nodeid] = f"{item.nodeid}: {error}"
             continue
         if settings is not None:
             item.stash[SETTINGS] = settings
             marked.append(item)
+    errors = errors or _wrong_baseline_files(chosen, marked)
     if errors:
-        more = [f"... and {len(errors) - 20} more"] if len(errors) > 20 else []
-        raise pytest.UsageError("\n".join([*errors[:20], *more]))
-    if marked:
-        _check_baseline_files(chosen, marked)
+        refuse(session, errors)
+    elif marked:
         from pytest_gpumem.execution import Execution
 
         session.config.pluginmanager.register(Execution(session), "gpumem_execution")
 
 
-def _check_baseline_files(chosen: options.Options, items: list[pytest.Item]) -> None:
+def _wrong_baseline_files(chosen: options.Options, items: list[pytest.Item]) -> dict[str, str]:
+    """The messages of the baseline files that these tests need and that cannot be read, by test module."""
+    if not items:
+        return {}
     from pytest_gpumem.baselines import BaselineError, BaselineStore, split_nodeid
 
     store = BaselineStore(chosen.baseline_dir)
-    try:
-        for module in {split_nodeid(item.nodeid)[0] for item in items}:
+    wrong = {}
+    for module in sorted({split_nodeid(item.nodeid)[0] for item in items}):
+        try:
             store.tests(module)
-    except BaselineError as error:
-        raise pytest.UsageError(str(error)) from None
+        except BaselineError as error:
+            wrong[module] = str(error)
+    return wrong
 
 
 @pytest.fixture

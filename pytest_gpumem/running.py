@@ -18,6 +18,7 @@ from pytest_gpumem.present import terminal
 from pytest_gpumem.ranks import Assignment
 from pytest_gpumem.results import RankMeasurement, TestResult
 from pytest_gpumem.session import update_command
+from pytest_gpumem.xdist import nodeid_of
 
 
 class Running:
@@ -59,7 +60,7 @@ class Running:
         settings = self.settings
         trace = self.measurement.trace
         result = TestResult(
-            nodeid=self.item.nodeid,
+            nodeid=nodeid_of(self.item),
             environment=Environment(trace.source, trace.gpu, trace.world_size, mine.strategy),
             ranks=sorted(ranks, key=lambda rank: rank.report.rank),
             metric=settings.metric,
@@ -80,14 +81,14 @@ class Running:
 
     def _judge(self, result: TestResult) -> None:
         store = BaselineStore(self.options.baseline_dir)
-        result.baseline = store.find(self.item.nodeid, result.environment, result.versions)
+        result.baseline = store.find(nodeid_of(self.item), result.environment, result.versions)
         updating = self.options.update
         result.verdicts = run_checks(
             self.settings,
             Measured([rank.report for rank in result.ranks], [rank.budget for rank in result.ranks]),
             result.baseline,
             compare=not updating or (updating == "new" and result.baseline is not None),
-            how=update_command(self.item.config, self.item.nodeid),
+            how=update_command(self.item.config, nodeid_of(self.item)),
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.options import Options
+from pytest_gpumem.xdist import is_worker
 
 if TYPE_CHECKING:  # the rest is imported where it is first needed: a run without marked tests does without
     from pytest_gpumem.baselines import Baseline, BaselineStore
@@ -38,7 +39,7 @@ class Session:
 
     @property
     def is_worker(self) -> bool:
-        return hasattr(self.config, "workerinput")
+        return is_worker(self.config)
 
     # -- gathering
 
@@ -73,7 +74,8 @@ class Session:
             output: dict[str, Any] = self.config.workeroutput  # type: ignore[attr-defined]  # pytest-xdist's
             output[COLLECTED] = sorted(self.collected)
             return
-        if self.config.option.collectonly:
+        broken = session.exitstatus in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
+        if self.config.option.collectonly or broken:
             return
         from pytest_gpumem.baselines import BaselineError, BaselineStore
 

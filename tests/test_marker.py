@@ -104,12 +104,13 @@ def test_a_good_value(name: str, value: object, field: str, expected: object) ->
         ("max_gb", "lots", "is not a size"),
         ("max_gb", -1, "is negative"),
         ("max_gb", True, "is not a size"),
-        ("max_gib", None, "is not a size"),
+        ("max_gib", [40], "is not a size"),
         ("max_gib", float("inf"), "is a number of bytes below 2^63"),
         ("max_gib", 10**400, "is a number of bytes below 2^63"),
         ("max", "40 GiBs", "is not a size"),
         ("metric", "alocated", "did you mean 'allocated'?"),
         ("metric", "xyz", "known: allocated, requested"),
+        ("metric", "reserved", "virtual GPUs know 'allocated' and 'requested' bytes only"),
         ("metric", ["allocated"], "did you mean 'allocated'?"),
         ("limits", 40, 'limits is a dict of categories: {"activations": "10 GiB"}'),
         ("limits", [("activations", 7)], "limits is a dict of categories"),
@@ -127,7 +128,6 @@ def test_a_good_value(name: str, value: object, field: str, expected: object) ->
         ("budget", "4N + 1", "a budget is a number of N"),
         ("baseline", "maybe", "write True or False"),
         ("baseline", 1, "write True or False"),
-        ("baseline", None, "write True or False"),
         ("tolerance", "two percent", "is not a tolerance"),
         ("tolerance", -1, "is not a tolerance"),
         ("tolerance", {"totl": "2%"}, "unknown category 'totl'; did you mean 'total'?"),
@@ -139,7 +139,7 @@ def test_a_good_value(name: str, value: object, field: str, expected: object) ->
         ("gpu", "A100", "A100-40GB"),
         ("gpu", 100, 'the card\'s name is a string, such as "A100-40GB"'),
         ("strategy", "fsdp2", "did you mean 'fsdp'?"),
-        ("strategy", None, "known: single, ddp, fsdp"),
+        ("strategy", "", "known: single, ddp, fsdp"),
         ("world_size", 0, "a world has 1 rank or more"),
         ("world_size", -8, "a world has 1 rank or more"),
         ("world_size", 2**20 + 1, "a world has at most 1048576 ranks"),
@@ -153,13 +153,11 @@ def test_a_good_value(name: str, value: object, field: str, expected: object) ->
         ("ranks", [0, 0], "a rank is named twice"),
         ("ranks", "every", "write a whole number"),
         ("ranks", [0.0], "write a whole number"),
-        ("ranks", None, "write a whole number"),
         ("timeout", 0, "a number of seconds above 0"),
         ("timeout", -1, "a number of seconds above 0"),
         ("timeout", float("nan"), "a number of seconds above 0"),
         ("timeout", float("inf"), "a number of seconds above 0"),
         ("timeout", True, "a number of seconds above 0"),
-        ("timeout", None, "a number of seconds above 0"),
         ("timeout", "soon", "soon"),
         ("isolate", "no", "write True or False"),
         ("isolate", 0, "write True or False"),
@@ -238,6 +236,12 @@ def test_a_layer_without_a_maximum_leaves_the_farther_one() -> None:
 def test_two_maxima_in_one_layer_are_refused(together: tuple[str, ...]) -> None:
     message = refusal(**dict.fromkeys(together, 1))
     assert message == f"{FUNCTION}: {' and '.join(together)} are given together; write one of them"
+
+
+def test_a_nearer_none_takes_back_what_a_farther_layer_said() -> None:
+    far = {"max_gib": 1, "budget": "4N", "gpu": "T4", "baseline": True}
+    settings = settings_from([(MODULE, far), (FUNCTION, {"max_gb": None, "gpu": None, "baseline": None})])
+    assert settings == settings_from([(FUNCTION, {"budget": "4N"})])
 
 
 def test_a_bad_value_is_blamed_on_its_own_layer() -> None:

@@ -560,6 +560,8 @@ def test_hangs():
         [sys.executable, "-m", "pytest", "-p", "no:gpumem", method],
         stdout=subprocess.PIPE,
         start_new_session=True,
+        # Whoever runs this suite in a shell's background has SIGINT ignored, and so would this process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not Path("pid").exists():
         assert session.poll() is None

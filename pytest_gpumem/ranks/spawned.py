@@ -25,6 +25,7 @@ from pytest_gpumem.ranks import processes, pytest_internals, wire
 from pytest_gpumem.ranks.assignment import enter_child
 from pytest_gpumem.ranks.child import Outlets, run_item
 from pytest_gpumem.ranks.remains import GRACE, PATIENCE, Remains, tail
+from pytest_gpumem.xdist import nodeid_of
 
 _FILES = ("messages", "stdout", "stderr", "fault")
 _START = "start"
@@ -114,9 +115,7 @@ def _request(item: pytest.Item, assignment: bytes, timeout: float | None, warm_u
         args.append("--no-cov")  # a second measurement would erase the first one's data
     # This package is loaded before pytest looks which plugins' assertions it could rewrite.
     args.append("-Wignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
-    nodeid = item.nodeid
-    if getattr(config.option, "loadgroup", False) and item.get_closest_marker("xdist_group"):
-        nodeid = nodeid.rpartition("@")[0]
+    nodeid = nodeid_of(item)
     base_temp = pytest_internals.base_temp(config)
     plain = {"workerid": "gpumem", "workercount": 1, "testrunuid": "gpumem", "mainargv": sys.argv}
     return _Request(

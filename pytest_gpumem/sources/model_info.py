@@ -9,7 +9,7 @@ import torch
 
 from pytest_gpumem.trace import OptimizerInfo, ParameterInfo
 
-_OPTIONS = ("momentum", "amsgrad", "centered", "foreach", "fused")
+_OPTIONS = ("momentum", "amsgrad", "centered", "foreach", "fused", "capturable")
 
 
 def describe(

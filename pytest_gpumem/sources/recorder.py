@@ -301,6 +301,8 @@ class Recorder:
             finally:
                 self._calls = calls
                 self.survey()
+                if not self.steps_of_optimizers:  # a model that no optimizer steps may be gone when the test ends
+                    self.describe()
                 self.end(BACKWARD)
 
         return run_backward

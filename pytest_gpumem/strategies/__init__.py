@@ -33,6 +33,8 @@ def find(name: str) -> Strategy:
 
 def wrapped_modules(model: torch.nn.Module, wrap: Sequence[type]) -> list[torch.nn.Module]:
     """The submodules of the classes in `wrap`, innermost first. Raises ValueError for a class that matches nothing."""
+    if not isinstance(wrap, (list, tuple, set, frozenset)) or not all(isinstance(cls, type) for cls in wrap):
+        raise TypeError(f"wrap={wrap!r}: expected a list of module classes, such as [LlamaDecoderLayer]")
     modules = list(model.modules())[1:]
     for cls in wrap:
         if not any(isinstance(module, cls) for module in modules):

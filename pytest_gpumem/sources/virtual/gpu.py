@@ -73,7 +73,7 @@ class VirtualGpu:
         """Look up who holds what for the last time, and note the model and the assumptions in the trace."""
         self.recorder.end_forward()
         self.recorder.survey()
-        if not self.trace.optimizers:
+        if not self.recorder.steps_of_optimizers and not self.recorder.backwards:
             self.recorder.describe()
         self.trace.assumptions = tuple(sorted(self.mode.assumptions))
 
